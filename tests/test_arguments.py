@@ -33,23 +33,23 @@ SIGNATURE = {
 GROUPS = {name: type(p.default) for name, p in SIGNATURE.items() if isinstance(p.default, OptionGroup)}
 
 
-def test_the_strategy_has_at_most_thirteen_arguments_and_two_of_them_by_position() -> None:
+def test_the_strategy_has_at_most_thirteen_arguments_and_two_of_them_by_position():
     assert len(SIGNATURE) <= 13
     by_position = [name for name, p in SIGNATURE.items() if p.kind is not inspect.Parameter.KEYWORD_ONLY]
     assert by_position == ["pipeline_parallel_size", "num_microbatches"]
 
 
-def test_the_signature_is_that_of_the_options() -> None:
+def test_the_signature_is_that_of_the_options():
     assert {name: p.default for name, p in SIGNATURE.items()} == {item.name: item.default for item in fields(Options)}
 
 
-def test_a_name_is_that_of_one_option() -> None:
+def test_a_name_is_that_of_one_option():
     names = [item.name for kind in GROUPS.values() for item in fields(kind)]
     assert len(names) == len({*names, *SIGNATURE}) - len(SIGNATURE)
 
 
 @pytest.mark.parametrize("kind", GROUPS.values())
-def test_every_option_is_described_where_it_is_defined(kind: type[OptionGroup]) -> None:
+def test_every_option_is_described_where_it_is_defined(kind):
     assert getattr(lightning_recycle, kind.__name__) is kind
     for item in fields(kind):
         assert f"\n        {item.name}: " in (kind.__doc__ or "")
@@ -72,12 +72,12 @@ def test_every_option_is_described_where_it_is_defined(kind: type[OptionGroup]) 
         ({"zzz": 3}, "There are pipeline_parallel_size, num_microbatches, tensor_parallel_size, fsdp_size, layers, "),
     ],
 )
-def test_a_name_that_does_not_exist_is_answered_with_the_nearest_that_does(options: Any, words: str) -> None:
+def test_a_name_that_does_not_exist_is_answered_with_the_nearest_that_does(options, words):
     with pytest.raises(ConfigurationError, match=words):
         ReCycleStrategy(**options)
 
 
-def test_a_group_answers_likewise() -> None:
+def test_a_group_answers_likewise():
     misspelt: Any = {"checksums_every": 3}
     with pytest.raises(ConfigurationError, match=r"VerificationOptions\(checksums_every=3\): .* checksum_every=3\?$"):
         VerificationOptions(**misspelt)
@@ -91,33 +91,33 @@ def test_a_group_answers_likewise() -> None:
             r"RecoveryOptions\(max_restarts=-1\): give an integer of at least 0",
         ),
         (lambda: RecoveryOptions(max_restarts=True), "max_restarts=True"),
-        (lambda: RecoveryOptions(rebalance="sometimes"), "use 'auto', 'always' or 'never'.$"),  # type: ignore[arg-type]
+        (lambda: RecoveryOptions(rebalance="sometimes"), "use 'auto', 'always' or 'never'.$"),
         (lambda: RecoveryOptions(start_timeout=0), "more than 0"),
         (lambda: VerificationOptions(verify=2), "between 0 and 1"),
-        (lambda: PlanningOptions(split_backward=2), "split_backward=2"),  # type: ignore[arg-type]
-        (lambda: PlanningOptions(split_backward="ture"), r"or False. Did you mean True\?$"),  # type: ignore[arg-type]
+        (lambda: PlanningOptions(split_backward=2), "split_backward=2"),
+        (lambda: PlanningOptions(split_backward="ture"), r"or False. Did you mean True\?$"),
         (lambda: PlanningOptions(partition=[3, 0]), r"PlanningOptions\(partition=\[3, 0\]\): use 'count', or"),
         (lambda: PlanningOptions(planner="highs2"), r"gurobi, heuristic, highs. Did you mean 'highs'\?$"),
-        (lambda: VerificationOptions(on_corruption="evicted"), r"Did you mean 'evict'\?$"),  # type: ignore[arg-type]
-        (lambda: RecoveryOptions(on_stage_lost="Restart"), r"Did you mean 'restart'\?$"),  # type: ignore[arg-type]
-        (lambda: CheckpointOptions(gather_result="autp"), r"Did you mean 'auto'\?$"),  # type: ignore[arg-type]
+        (lambda: VerificationOptions(on_corruption="evicted"), r"Did you mean 'evict'\?$"),
+        (lambda: RecoveryOptions(on_stage_lost="Restart"), r"Did you mean 'restart'\?$"),
+        (lambda: CheckpointOptions(gather_result="autp"), r"Did you mean 'auto'\?$"),
         (lambda: RayEngine({"CPU": -1}), r"RayEngine\(resources_per_worker=.*at least 0 for each"),
-        (lambda: RayEngine(4), r"resources_per_worker=4\): give a mapping such as \{'CPU': 1\}"),  # type: ignore[arg-type]
-        (lambda: ReCycleStrategy(seed="x"), r"ReCycleStrategy\(seed='x'\): give an integer"),  # type: ignore[arg-type]
+        (lambda: RayEngine(4), r"resources_per_worker=4\): give a mapping such as \{'CPU': 1\}"),
+        (lambda: ReCycleStrategy(seed="x"), r"ReCycleStrategy\(seed='x'\): give an integer"),
         (lambda: ReCycleStrategy(seed=2**63), "of 64 bits, or None"),
         (lambda: ReCycleStrategy(num_microbatches=0), r"ReCycleStrategy\(num_microbatches=0\)"),
-        (lambda: ReCycleStrategy(engine="kubernetes"), r"RayEngine\(...\).$"),  # type: ignore[arg-type]
-        (lambda: ReCycleStrategy(engine="rey"), r"RayEngine\(...\). Did you mean 'ray'\?$"),  # type: ignore[arg-type]
-        (lambda: ReCycleStrategy(recovery={}), r"give RecoveryOptions\(\.\.\.\)"),  # type: ignore[arg-type]
+        (lambda: ReCycleStrategy(engine="kubernetes"), r"RayEngine\(...\).$"),
+        (lambda: ReCycleStrategy(engine="rey"), r"RayEngine\(...\). Did you mean 'ray'\?$"),
+        (lambda: ReCycleStrategy(recovery={}), r"give RecoveryOptions\(\.\.\.\)"),
     ],
 )
-def test_a_value_that_cannot_work_is_an_error_of_its_owner(make: Any, words: str) -> None:
+def test_a_value_that_cannot_work_is_an_error_of_its_owner(make, words):
     with pytest.raises(ConfigurationError, match=words):
         make()
 
 
 @pytest.mark.parametrize("kind", [Options, RayEngine, *GROUPS.values()])
-def test_every_option_refuses_an_object_that_it_has_no_use_for(kind: type[OptionGroup]) -> None:
+def test_every_option_refuses_an_object_that_it_has_no_use_for(kind):
     def make(name: str) -> None:
         made = kind(**{name: object()})
         if isinstance(made, RecoveryOptions):
@@ -128,11 +128,11 @@ def test_every_option_refuses_an_object_that_it_has_no_use_for(kind: type[Option
             make(item.name)
 
 
-def test_a_port_of_the_status_is_a_number_or_its_digits() -> None:
+def test_a_port_of_the_status_is_a_number_or_its_digits():
     assert _shown_at(8080) == _shown_at("8080") == (True, ("127.0.0.1", 8080))
 
 
-def test_an_option_that_is_assigned_is_checked_as_well() -> None:
+def test_an_option_that_is_assigned_is_checked_as_well():
     strategy: Any = ReCycleStrategy(2)
     strategy.recovery = RecoveryOptions(max_restarts=3)
     assert strategy.options.recovery.max_restarts == 3
@@ -140,24 +140,24 @@ def test_an_option_that_is_assigned_is_checked_as_well() -> None:
         strategy.num_microbatches = 0
 
 
-def test_a_strategy_is_shown_as_the_call_that_makes_it() -> None:
+def test_a_strategy_is_shown_as_the_call_that_makes_it():
     shown = "ReCycleStrategy(pipeline_parallel_size=2, layers='blocks', recovery=RecoveryOptions(max_restarts=3))"
     assert repr(eval(shown)) == shown
     assert repr(ReCycleStrategy()) == "ReCycleStrategy()"
 
 
-def test_options_are_copied_and_sent(tmp_path: Any) -> None:
+def test_options_are_copied_and_sent(tmp_path):
     options = PlanningOptions(plan_library=tmp_path, memory="4 micro-batches")
     for twin in (copy.deepcopy(options), pickle.loads(pickle.dumps(options))):
         assert twin == options
 
 
-def test_no_replacements_are_the_default_and_restarts_from_a_checkpoint_have_a_bound_of_their_own() -> None:
+def test_no_replacements_are_the_default_and_restarts_from_a_checkpoint_have_a_bound_of_their_own():
     assert RecoveryOptions().max_restarts == 0
     assert [RecoveryOptions(max_restarts=n).most_starts for n in (0, 2, 100)] == [10, 2, 100]
 
 
-def test_options_come_from_the_command_line_of_lightning() -> None:
+def test_options_come_from_the_command_line_of_lightning():
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(ReCycleStrategy, "strategy")
     given = [
@@ -183,9 +183,7 @@ def test_options_come_from_the_command_line_of_lightning() -> None:
         ("ray", {"engine": "ray"}, r"engine='ray'\) needs the package ray: pip install '\.\[ray\]'"),
     ],
 )
-def test_a_missing_extra_is_named_when_the_option_is_made(
-    module: str, option: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_extra_is_named_when_the_option_is_made(module, option, words, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *args: None if name == module else find(name, *args))
     with pytest.raises(ConfigurationError, match=words):

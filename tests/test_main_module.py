@@ -31,9 +31,7 @@ from lightning_recycle.pickling import MainModule, MainPickler, dumps, import_of
         ("", MainModule(imported=False)),
     ],
 )
-def test_a_script_is_imported_if_it_has_a_guard_and_what_is_under_it_is_not_found(
-    script: str, expected: MainModule
-) -> None:
+def test_a_script_is_imported_if_it_has_a_guard_and_what_is_under_it_is_not_found(script, expected):
     assert read_script(script) == expected
 
 
@@ -71,7 +69,7 @@ def through(value: Any, main: MainModule) -> bytes:
     return file.getvalue()
 
 
-def test_what_an_importer_finds_stays_a_name_and_the_rest_travels(script: Any) -> None:
+def test_what_an_importer_finds_stays_a_name_and_the_rest_travels(script):
     there = script()
     data = through([there.Found, there.Hidden], MainModule(True, frozenset({"Hidden"})))
     here = script()
@@ -81,7 +79,7 @@ def test_what_an_importer_finds_stays_a_name_and_the_rest_travels(script: Any) -
     assert set(definitions) == {"Hidden"}
 
 
-def test_functions_that_travel_share_the_globals_of_the_worker(script: Any) -> None:
+def test_functions_that_travel_share_the_globals_of_the_worker(script):
     there = script()
     data = through([there.count, there.count], MainModule(imported=False))
     here = script()
@@ -91,7 +89,7 @@ def test_functions_that_travel_share_the_globals_of_the_worker(script: Any) -> N
     assert there.STEPS == 1
 
 
-def test_what_comes_back_is_what_left(script: Any) -> None:
+def test_what_comes_back_is_what_left(script):
     main = script()
     local = main.local()
     (copy, _), definitions = pickle.loads(through([local, main.Hidden], MainModule(imported=False)))
@@ -103,7 +101,7 @@ def test_what_comes_back_is_what_left(script: Any) -> None:
     assert len(dumps(main.Found)) < 100, "by name"
 
 
-def test_only_the_thread_that_asks_hides_the_script() -> None:
+def test_only_the_thread_that_asks_hides_the_script():
     import threading
     from multiprocessing import spawn
 
@@ -120,7 +118,7 @@ def test_only_the_thread_that_asks_hides_the_script() -> None:
     assert imports() == before
 
 
-def test_workers_do_not_hear_of_a_start_method_that_only_this_process_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_do_not_hear_of_a_start_method_that_only_this_process_has(monkeypatch):
     """In a job of joblib the default is "loky"."""
     from multiprocessing import spawn
 
@@ -141,7 +139,7 @@ class Litter:
         time.sleep(0)
 
 
-def test_scripts_are_read_in_several_threads() -> None:
+def test_scripts_are_read_in_several_threads():
     """Parsers of CPython up to 3.12 count the depth of all threads together, and raise SystemError."""
     script = (
         "\n".join(f"x = [[{number} for _ in range(2)]]" for number in range(100)) + "\nif __name__ == '__main__': pass"

@@ -13,7 +13,7 @@ from lightning_recycle.processes import process_space, thread_states
 pytestmark = pytest.mark.skipif(not process_space(), reason="the system shows no processes")
 
 
-def test_threads_that_compute_sleep_and_are_stopped_are_told_apart() -> None:
+def test_threads_that_compute_sleep_and_are_stopped_are_told_apart():
     space = process_space()
     command = [sys.executable, "-c", "import sys, time\nexec(sys.argv[1])"]
     with (
@@ -32,7 +32,7 @@ def test_threads_that_compute_sleep_and_are_stopped_are_told_apart() -> None:
     assert thread_states(busy.pid, space) == ""
 
 
-def test_a_process_has_a_name() -> None:
+def test_a_process_has_a_name():
     code = (
         "from lightning_recycle.processes import name_process\n"
         "name_process('recycle 1,0')\n"

@@ -22,7 +22,7 @@ def draws() -> tuple[float, float, float]:
     return random.random(), float(np.random.rand()), torch.rand(()).item()
 
 
-def test_a_seed_is_determined_by_its_parts_and_fits_every_generator() -> None:
+def test_a_seed_is_determined_by_its_parts_and_fits_every_generator():
     assert derive_seed(1, 2, 3) == derive_seed(1, 2, 3)
     for parts in ((0,), (-1, 5), (2**32 - 1, 0, 7, 99), (2**63 - 1,)):
         seed = derive_seed(*parts)
@@ -30,18 +30,18 @@ def test_a_seed_is_determined_by_its_parts_and_fits_every_generator() -> None:
         torch.Generator().manual_seed(seed)
 
 
-def test_the_seed_of_a_given_address_never_changes() -> None:
+def test_the_seed_of_a_given_address_never_changes():
     """Results of old runs depend on these numbers."""
     assert derive_seed(0) == 893442142816765029
     assert derive_seed(42, 3, 1, 7) == 5210560770103061081
 
 
-def test_different_addresses_have_different_seeds() -> None:
+def test_different_addresses_have_different_seeds():
     addresses = [*itertools.product(range(6), repeat=3), *itertools.product(range(6), repeat=2), (0,), (1,)]
     assert len({derive_seed(*address) for address in addresses}) == len(addresses)
 
 
-def test_neighbouring_addresses_give_unrelated_draws() -> None:
+def test_neighbouring_addresses_give_unrelated_draws():
     firsts = []
     for index in range(2000):
         with layer_randomness(CPU) as generator:
@@ -52,7 +52,7 @@ def test_neighbouring_addresses_give_unrelated_draws() -> None:
     assert torch.corrcoef(torch.stack([values[:-1], values[1:]]))[0, 1].abs() < 0.08
 
 
-def test_layer_randomness_leaves_the_surrounding_generator_as_it_was() -> None:
+def test_layer_randomness_leaves_the_surrounding_generator_as_it_was():
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)
@@ -62,7 +62,7 @@ def test_layer_randomness_leaves_the_surrounding_generator_as_it_was() -> None:
     assert torch.equal(torch.rand(4), expected)
 
 
-def test_seeded_everything_seeds_all_three_generators_and_restores_them() -> None:
+def test_seeded_everything_seeds_all_three_generators_and_restores_them():
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     expected = draws()
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
@@ -77,7 +77,7 @@ def test_seeded_everything_seeds_all_three_generators_and_restores_them() -> Non
 
 
 @pytest.mark.parametrize("block", [seeded_everything, lambda: layer_randomness(CPU)])
-def test_generators_are_restored_after_an_exception(block) -> None:  # type: ignore[no-untyped-def]
+def test_generators_are_restored_after_an_exception(block):
     def fail() -> None:
         with block():
             torch.manual_seed(1)
@@ -91,7 +91,7 @@ def test_generators_are_restored_after_an_exception(block) -> None:  # type: ign
     assert torch.equal(torch.rand(()), expected)
 
 
-def test_a_users_step_leaves_the_generators_of_hooks_as_they_were() -> None:
+def test_a_users_step_leaves_the_generators_of_hooks_as_they_were():
     """NumPy draws normal numbers in pairs and keeps the second one, which is part of its state."""
 
     def hooks_draw() -> tuple[float, ...]:

@@ -43,14 +43,14 @@ TENSORS = {
 
 
 @pytest.mark.parametrize("tensor", TENSORS.values(), ids=TENSORS)
-def test_a_tensor_is_the_same_afterwards(tensor: torch.Tensor) -> None:
+def test_a_tensor_is_the_same_afterwards(tensor):
     found = unpack_tensors(pack_tensors({"states": [tensor]}))["states"][0]
     assert type(found) is type(tensor)
     assert (found.dtype, found.shape, found.requires_grad) == (tensor.dtype, tensor.shape, tensor.requires_grad)
     assert torch.equal(found.to_dense(), tensor.to_dense())
 
 
-def test_it_can_be_changed_and_is_shared_as_before() -> None:
+def test_it_can_be_changed_and_is_shared_as_before():
     value: list[Any] = [torch.zeros(2)] * 2
     first, second = unpack_tensors(pack_tensors(value))
     assert first is second
@@ -58,12 +58,12 @@ def test_it_can_be_changed_and_is_shared_as_before() -> None:
     assert first.tolist() == [1, 1]
 
 
-def test_it_is_smaller_than_what_torch_makes() -> None:
+def test_it_is_smaller_than_what_torch_makes():
     value = [torch.tensor(float(i)) for i in range(20)]
     assert len(pack_tensors(value)) < len(pickle.dumps(value)) / 4
 
 
-def test_what_cannot_be_pickled_says_so() -> None:
+def test_what_cannot_be_pickled_says_so():
     with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
         pack_tensors({"a": lambda: 0})
 
@@ -92,7 +92,7 @@ def sharded() -> Iterator[DTensor]:
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_the_part_of_a_sharded_tensor_travels_wherever_it_lies(sharded: DTensor, way: Callable[[Any], Any]) -> None:
+def test_the_part_of_a_sharded_tensor_travels_wherever_it_lies(sharded, way):
     """A gradient is a view of its bucket: torch pickles no DTensor whose part begins within its storage."""
     gradient = sharded_like(sharded, torch.arange(12.0)[6:].view(2, 3))
     first, second = way([gradient, gradient])
@@ -102,7 +102,7 @@ def test_the_part_of_a_sharded_tensor_travels_wherever_it_lies(sharded: DTensor,
     assert local_part(first).tolist() == [[6, 7, 8], [9, 10, 11]]
 
 
-def test_the_part_of_a_whole_tensor_holds_no_more_memory_than_it_needs(sharded: DTensor) -> None:
+def test_the_part_of_a_whole_tensor_holds_no_more_memory_than_it_needs(sharded):
     part = local_part(part_like(torch.arange(12.0).view(4, 3), sharded))
     assert part.tolist() == [[6, 7, 8], [9, 10, 11]]
     assert part.untyped_storage().nbytes() == part.nbytes
@@ -124,14 +124,14 @@ def flip(tensor: torch.Tensor, element: int, bit: int) -> None:
     words[element * tensor.element_size() + bit // 8] ^= 1 << bit % 8
 
 
-def test_a_copy_has_the_same_checksum_whatever_its_memory() -> None:
+def test_a_copy_has_the_same_checksum_whatever_its_memory():
     copies = [torch.stack([t, t], -1)[..., 0] for t in state()]  # with strides
     assert len(checksum(state())) == 16
     assert checksum(copies) == checksum(state())
     assert checksum([]) == checksum(iter(()))
 
 
-def test_every_flipped_bit_shows() -> None:
+def test_every_flipped_bit_shows():
     draw, tensors = random.Random(1), state()
     right = checksum(tensors)
     floats = [tensor for tensor in tensors if tensor.numel() and tensor.dtype is not torch.bool]
@@ -146,7 +146,7 @@ def test_every_flipped_bit_shows() -> None:
 
 @pytest.mark.parametrize("bit", [0, 22, 30, 31])
 @pytest.mark.parametrize("distance", [1, 2, 4096, 65536])
-def test_the_same_bit_flipped_in_two_places_shows(bit: int, distance: int) -> None:
+def test_the_same_bit_flipped_in_two_places_shows(bit, distance):
     tensor = torch.randn(3 * 65536)
     right = checksum([tensor])
     flip(tensor, 7, bit)
@@ -154,20 +154,20 @@ def test_the_same_bit_flipped_in_two_places_shows(bit: int, distance: int) -> No
     assert checksum([tensor]) != right
 
 
-def test_the_order_counts() -> None:
+def test_the_order_counts():
     a, b = torch.randn(100), torch.randn(100)
     assert checksum([a, b]) != checksum([b, a])
     assert checksum([torch.tensor([1.0, 2.0])]) != checksum([torch.tensor([2.0, 1.0])])
     assert checksum([-torch.zeros(3)]) != checksum([torch.zeros(3)])
 
 
-def test_numbers_count_and_other_objects_do_not() -> None:
+def test_numbers_count_and_other_objects_do_not():
     assert checksum([1, 2.5]) != checksum([1, 2.0])
     assert checksum([1, 2]) != checksum([12])
     assert checksum(["adam", None, 1]) == checksum([1])
 
 
-def test_a_lone_element_of_any_stride_has_the_checksum_of_its_value() -> None:
+def test_a_lone_element_of_any_stride_has_the_checksum_of_its_value():
     lone = torch.arange(6)[1::3][:1]
     assert lone.stride() == (3,)
     assert checksum([lone]) == checksum([torch.tensor([1])])

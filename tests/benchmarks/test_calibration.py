@@ -61,7 +61,7 @@ def found():
 
 
 @pytest.mark.parametrize("key", CELLS, ids=lambda key: "-".join(key))
-def test_a_cell_is_within_five_points_of_the_papers_or_a_listed_deviation(key, found) -> None:
+def test_a_cell_is_within_five_points_of_the_papers_or_a_listed_deviation(key, found):
     points = 100 * abs(MEANS[key] - paper_ratios()[key])
     assert (points > 5) == (key in DEVIATIONS)
     # Four standard errors; and a plan without effort is up to a hundredth slower.
@@ -70,13 +70,13 @@ def test_a_cell_is_within_five_points_of_the_papers_or_a_listed_deviation(key, f
     )
 
 
-def test_there_are_21_cells_and_bamboo_runs_out_of_memory_where_the_paper_says(found) -> None:
+def test_there_are_21_cells_and_bamboo_runs_out_of_memory_where_the_paper_says(found):
     assert len(CELLS) == 21
     for key, value in paper_ratios().items():
         assert (statistics.fmean(found[key]) == 0.0) == (value == 0.0)
 
 
-def test_systems_are_in_the_papers_order_with_listed_exceptions() -> None:
+def test_systems_are_in_the_papers_order_with_listed_exceptions():
     paper = paper_ratios()
     for name in THROUGHPUT:
         for when in INTERVALS:
@@ -91,7 +91,7 @@ def pairs(keys):
     return [(MEANS[key], paper[key]) for key in keys], [(null[key[2]], paper[key]) for key in keys]
 
 
-def test_all_cells_are_nearer_to_the_paper_than_a_null_model() -> None:
+def test_all_cells_are_nearer_to_the_paper_than_a_null_model():
     ours, null = pairs(CELLS)
     assert error(ours) < error(null)
 
@@ -99,12 +99,12 @@ def test_all_cells_are_nearer_to_the_paper_than_a_null_model() -> None:
 @pytest.mark.xfail(
     strict=True, reason="the paper's figures at 30 min need pauses of minutes; see benchmarks/SIMULATED.md"
 )
-def test_oobleck_and_recycle_are_nearer_to_the_paper_than_a_null_model() -> None:
+def test_oobleck_and_recycle_are_nearer_to_the_paper_than_a_null_model():
     ours, null = pairs([key for key in CELLS if key[1] != "Bamboo"])
     assert error(ours) < error(null)
 
 
-def test_speed_ups_are_nearer_to_the_papers_than_none_at_all(found) -> None:
+def test_speed_ups_are_nearer_to_the_papers_than_none_at_all(found):
     paper = paper_ratios()
     ours, null = [], []
     for name in THROUGHPUT:
@@ -119,7 +119,7 @@ def test_speed_ups_are_nearer_to_the_papers_than_none_at_all(found) -> None:
     assert error(ours) < error(null)
 
 
-def test_the_interval_of_a_ratio_holds_the_true_one_and_narrows() -> None:
+def test_the_interval_of_a_ratio_holds_the_true_one_and_narrows():
     import random
 
     draw = random.Random(1)
@@ -130,14 +130,14 @@ def test_the_interval_of_a_ratio_holds_the_true_one_and_narrows() -> None:
     assert ratio_interval(mine[:50], theirs[:50])[1] > 2 * width
 
 
-def test_ooblecks_published_table_is_met_with_listed_exceptions() -> None:
+def test_ooblecks_published_table_is_met_with_listed_exceptions():
     """Throughput on 29 to 15 nodes relative to 30, within 3 points but for what benchmarks/SIMULATED.md lists."""
     for name, rows in published_rows().items():
         far = {nodes for nodes, published, ours in rows if abs(published - ours) > 0.03}
         assert far == PUBLISHED_DEVIATIONS[name], name
 
 
-def test_ooblecks_controlled_failures_are_those_of_its_artifact_for_oobleck_itself() -> None:
+def test_ooblecks_controlled_failures_are_those_of_its_artifact_for_oobleck_itself():
     rows = controlled_rows()
     ratios = {key: [ours / theirs for theirs, ours in row if theirs] for key, row in rows.items()}
     assert all(0.9 <= ratio <= 1.01 for (_, label), row in ratios.items() if label == "Oobleck" for ratio in row)

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.exhaustive
-def test_a_model_without_a_checkout_is_compared_with_ddp(tmp_path: Path) -> None:
+def test_a_model_without_a_checkout_is_compared_with_ddp(tmp_path):
     """In a process of its own: the other side forks."""
     command = [sys.executable, "benchmarks/projects.py", str(tmp_path), "--only", "Hugging Face GPT-2", "--stages", "2"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)

@@ -54,7 +54,7 @@ def lived_through(usual, redone, degraded, entered):
 @pytest.mark.parametrize(("split_backward", "staggered", "usual", "redone", "degraded", "entered", "seconds"), EXPECTED)
 def test_the_running_example_takes_what_a_hand_computes(
     split_backward, staggered, usual, redone, degraded, entered, seconds
-) -> None:
+):
     scenario = replace(EXAMPLE, split_backward=split_backward, staggered=staggered)
     result = simulated(scenario, [ABSENCE], 1000.0)
     assert seconds_for(result, 18 * STEPS) == pytest.approx(seconds, abs=1e-6)
@@ -76,26 +76,26 @@ def test_the_running_example_takes_what_a_hand_computes(
 
 
 @pytest.mark.parametrize(("away", "degraded"), [(103.5, 4), (104.5, 5)])
-def test_a_rejoin_waits_for_a_step_that_only_one_worker_has_begun(away, degraded) -> None:
+def test_a_rejoin_waits_for_a_step_that_only_one_worker_has_begun(away, degraded):
     # The fourth step without the worker ends 110 s after its death; 6 s before, the first worker is through with it.
     result = simulated(EXAMPLE, [replace(ABSENCE, seconds=away - FAILURE)], 1000.0)
     seconds = 5 * 19 + 9 + FAILURE + 2 + degraded * 27 + REJOIN + 2 + 19
     assert seconds_for(result, 18 * (5 + degraded + 1)) == pytest.approx(seconds, abs=1e-6)
 
 
-def test_a_simulated_run_that_is_too_short_is_refused() -> None:
+def test_a_simulated_run_that_is_too_short_is_refused():
     with pytest.raises(ValueError, match="not 360"):
         seconds_for(simulated(EXAMPLE, [], 100.0), 360)
 
 
-def test_a_second_failure_falls_into_the_step_that_the_first_has_delayed() -> None:
+def test_a_second_failure_falls_into_the_step_that_the_first_has_delayed():
     other = Absence(rank=1, steps=7, into_step=4.0, seconds=500.0)
     result = simulated(replace(EXAMPLE, staggered=False), [ABSENCE, other], 1000.0)
     died = 5 * 21 + 9 + FAILURE + 2 * 29 + 4
     assert [event.time for event in result.events] == pytest.approx([114, died, 214, died + 500])
 
 
-def test_failures_and_rejoins_are_read_from_a_history() -> None:
+def test_failures_and_rejoins_are_read_from_a_history():
     def step(number, time):
         return Event("step", time, 0, number, None, 1.0)
 
@@ -119,7 +119,7 @@ def test_failures_and_rejoins_are_read_from_a_history() -> None:
     assert found.undisturbed == (pytest.approx((1, 1)), pytest.approx((1.5,)), pytest.approx((1,)))
 
 
-def test_scenarios_differ_in_what_matters() -> None:
+def test_scenarios_differ_in_what_matters():
     everything = [scenario for scenario in SCENARIOS if scenario.split_backward and scenario.staggered]
     assert len(SCENARIOS) >= 6
     assert len(everything) >= 2

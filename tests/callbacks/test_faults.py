@@ -33,7 +33,7 @@ REDUCE, STEP = OpKind.REDUCE, OpKind.STEP
     ],
 )
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_fault_is_due_at_its_kind_of_operation_only(at: str, due: set[OpKind], when: str) -> None:
+def test_a_fault_is_due_at_its_kind_of_operation_only(at, due, when):
     fault = Fault("kill", 0, 1, 3, at=at, when=when)
     other = {"before": "after", "after": "before"}[when]
     operations = {kind: op(kind, None if kind in (REDUCE, STEP) else 0) for kind in OpKind}
@@ -45,12 +45,12 @@ def test_a_fault_is_due_at_its_kind_of_operation_only(at: str, due: set[OpKind],
 @pytest.mark.parametrize(
     ("operation", "due"), [(op(F, 2), True), (op(F, 2, pipeline=1), True), (op(F, 1), False), (op(B, 2), False)]
 )
-def test_a_microbatch_is_meant_by_its_index_whatever_its_pipeline(operation: Op, due: bool) -> None:
+def test_a_microbatch_is_meant_by_its_index_whatever_its_pipeline(operation, due):
     assert Fault("kill", 0, 1, 3, microbatch=2).matches(3, operation) is due
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_a_point_without_a_step_is_its_first_time_and_with_one_that_step(point: str) -> None:
+def test_a_point_without_a_step_is_its_first_time_and_with_one_that_step(point):
     anytime, third = Fault("kill", 0, 1, at=point), Fault("kill", 0, 1, 3, point)
     assert anytime.matches_point(point, 0)
     assert anytime.matches_point(point, 7)
@@ -60,19 +60,19 @@ def test_a_point_without_a_step_is_its_first_time_and_with_one_that_step(point: 
     assert not any(third.matches(3, op(kind)) for kind in OpKind)
 
 
-def test_a_fault_at_an_operation_is_due_at_no_point() -> None:
+def test_a_fault_at_an_operation_is_due_at_no_point():
     fault = Fault("kill", 0, 1, 3)
     assert not any(fault.matches_point(name, 3) for name in (*POINTS, "forward"))
 
 
-def test_the_order_of_positional_arguments_is_fixed() -> None:
+def test_the_order_of_positional_arguments_is_fixed():
     fault = Fault("kill", 1, 2, 3, "backward_input", 4)
     assert (fault.kind, fault.pipeline, fault.stage, fault.step) == ("kill", 1, 2, 3)
     assert (fault.at, fault.microbatch, fault.when) == ("backward_input", 4, "before")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_can_be_written_compared_and_sent(kind: str) -> None:
+def test_every_kind_can_be_written_compared_and_sent(kind):
     extra: dict[str, Any] = {"factor": 2.5, "steps": 3} if kind == "slow" else {}
     extra |= {"target": "parameter", "bit": 3} if kind == "bitflip" else {}
     fault = Fault(kind, 0, 1, 2, when="after", **extra)
@@ -80,7 +80,7 @@ def test_every_kind_can_be_written_compared_and_sent(kind: str) -> None:
     assert eval(str(fault)) == fault
 
 
-def test_a_fault_is_shown_without_its_defaults() -> None:
+def test_a_fault_is_shown_without_its_defaults():
     assert str(Fault("kill", 1, 0, at="setup")) == "Fault(kind='kill', pipeline=1, stage=0, at='setup')"
 
 
@@ -116,7 +116,7 @@ def test_a_fault_is_shown_without_its_defaults() -> None:
         (lambda: Fault("slow", 0, 0, at="end", factor=2.0, steps=1), ["end", "another point"]),
     ],
 )
-def test_nonsense_is_refused_with_the_value_and_the_remedy(build: Any, words: list[str]) -> None:
+def test_nonsense_is_refused_with_the_value_and_the_remedy(build, words):
     with pytest.raises(ConfigurationError) as caught:
         build()
     assert all(word in str(caught.value) for word in words), caught.value
@@ -132,38 +132,38 @@ def first(rank: int, seed: int = 0, incarnation: int = 0) -> float:
     return random_faults(10.0, 4, KILL, seed, rank, incarnation)[0].time
 
 
-def test_the_same_arguments_draw_the_same_faults_and_others_draw_others() -> None:
+def test_the_same_arguments_draw_the_same_faults_and_others_draw_others():
     drawn = [first(rank, seed, life) for rank, seed, life in itertools.product(range(4), range(3), range(2))]
     assert drawn == [first(rank, seed, life) for rank, seed, life in itertools.product(range(4), range(3), range(2))]
     assert len(set(drawn)) == len(drawn)
 
 
-def test_draws_are_the_same_in_every_process_and_release() -> None:
+def test_draws_are_the_same_in_every_process_and_release():
     """Python guarantees the stream of a seeded generator; this fails if the way of seeding changes."""
     assert first(rank=0) == pytest.approx(27.83802143699423, rel=1e-12)
 
 
-def test_one_failure_of_the_grid_comes_every_mtbf_seconds() -> None:
+def test_one_failure_of_the_grid_comes_every_mtbf_seconds():
     gaps = [min(first(rank, seed) for rank in range(4)) for seed in range(2000)]
     assert statistics.mean(gaps) == pytest.approx(10.0, rel=0.1)  # four standard errors
     assert statistics.stdev(gaps) == pytest.approx(10.0, rel=0.15)  # exponential: as large as the mean
 
 
-def test_all_kinds_are_drawn() -> None:
+def test_all_kinds_are_drawn():
     kinds = ("kill", "exit", "hang")
     drawn = [random_faults(1.0, 2, kinds, seed, 1)[0].kind for seed in range(300)]
     assert all(60 < drawn.count(kind) < 140 for kind in kinds)
 
 
 @pytest.mark.parametrize("most", [1, 2, 3])
-def test_max_faults_bounds_all_workers_together_to_the_earliest(most: int) -> None:
+def test_max_faults_bounds_all_workers_together_to_the_earliest(most):
     for seed in range(10):
         drawn = [fault for rank in range(4) for fault in random_faults(10.0, 4, KILL, seed, rank, 0, most)]
         endless = [fault for rank in range(4) for fault in random_faults(10.0, 4, KILL, seed, rank)]
         assert sorted(drawn) == sorted(endless)[:most]
 
 
-def test_with_max_faults_replacements_do_not_fail_and_without_they_do() -> None:
+def test_with_max_faults_replacements_do_not_fail_and_without_they_do():
     assert not random_faults(10.0, 4, KILL, 0, 1, incarnation=1, max_faults=3)
     assert random_faults(10.0, 4, KILL, 0, 1, incarnation=1)
 
@@ -185,14 +185,12 @@ def test_with_max_faults_replacements_do_not_fail_and_without_they_do() -> None:
         ([(0, 0)], 6, {}),
     ],
 )
-def test_as_many_workers_fail_as_the_trace_falls_in_proportion_to_its_peak(
-    availability: list[tuple[float, int]], workers: int, counts: dict[float, int]
-) -> None:
+def test_as_many_workers_fail_as_the_trace_falls_in_proportion_to_its_peak(availability, workers, counts):
     faults = trace_faults(availability, workers, KILL, seed=0)
     assert {t: len(list(group)) for t, group in itertools.groupby(faults, lambda f: f.time)} == counts
 
 
-def test_a_place_fails_again_only_after_it_counts_as_filled() -> None:
+def test_a_place_fails_again_only_after_it_counts_as_filled():
     availability = [(t, 8 - 2 * (t % 2)) for t in range(40)]  # one of four goes and comes, again and again
     for fault, after in itertools.pairwise(trace_faults(availability, 4, KILL, seed=1)):
         assert fault.time < after.time
@@ -200,7 +198,7 @@ def test_a_place_fails_again_only_after_it_counts_as_filled() -> None:
     assert sorted(fault.rank for fault in trace_faults(falling, 4, KILL, seed=1)) == [0, 1, 2, 3]
 
 
-def test_the_choice_of_workers_depends_on_the_seed_and_on_the_event_alone() -> None:
+def test_the_choice_of_workers_depends_on_the_seed_and_on_the_event_alone():
     availability = [(t, 8 - 2 * (t % 2)) for t in range(40)]
     ranks = [fault.rank for fault in trace_faults(availability, 4, KILL, seed=1)]
     assert ranks == [fault.rank for fault in trace_faults(availability, 4, KILL, seed=1)]
@@ -208,7 +206,7 @@ def test_the_choice_of_workers_depends_on_the_seed_and_on_the_event_alone() -> N
     assert set(ranks) == {0, 1, 2, 3}
 
 
-def test_time_scale_stretches_the_trace_and_max_faults_ends_it() -> None:
+def test_time_scale_stretches_the_trace_and_max_faults_ends_it():
     availability = [(0, 4), (100, 3), (200, 2), (300, 1)]
     plain = trace_faults(availability, 4, KILL, 0)
     assert [fault.time for fault in plain] == [100, 200, 300]
@@ -217,7 +215,7 @@ def test_time_scale_stretches_the_trace_and_max_faults_ends_it() -> None:
 
 
 @pytest.mark.parametrize("name", available_traces())
-def test_every_shipped_trace_takes_workers_and_never_one_twice_at_once(name: str) -> None:
+def test_every_shipped_trace_takes_workers_and_never_one_twice_at_once(name):
     trace = load_trace(name)
     faults = trace_faults(trace.availability, 8, ("kill", "preempt"), seed=3)
     assert len(faults) >= 8
@@ -243,7 +241,7 @@ def faults_at(*times: float) -> list[TimedFault]:
     return [TimedFault(time, 0, "kill") for time in times]
 
 
-def test_without_an_origin_times_count_from_the_first_look() -> None:
+def test_without_an_origin_times_count_from_the_first_look():
     clock = Clock(100.0)
     agenda = Agenda(faults_at(1.0, 2.0), clock=clock)
     clock.now = 500.0
@@ -255,7 +253,7 @@ def test_without_an_origin_times_count_from_the_first_look() -> None:
     assert agenda.take_due() is None
 
 
-def test_what_became_due_meanwhile_is_taken_one_by_one() -> None:
+def test_what_became_due_meanwhile_is_taken_one_by_one():
     clock = Clock(0.0)
     agenda = Agenda(faults_at(1.0, 2.0, 9.0), clock=clock)
     assert agenda.take_due() is None
@@ -263,7 +261,7 @@ def test_what_became_due_meanwhile_is_taken_one_by_one() -> None:
     assert [agenda.take_due() for _ in range(3)] == [*faults_at(1.0, 2.0), None]
 
 
-def test_what_lies_before_the_first_look_hits_nobody() -> None:
+def test_what_lies_before_the_first_look_hits_nobody():
     clock = Clock(110.0)
     agenda = Agenda(faults_at(1.0, 9.9, 10.5), origin=100.0, clock=clock)
     assert agenda.take_due() is None
@@ -272,7 +270,7 @@ def test_what_lies_before_the_first_look_hits_nobody() -> None:
     assert agenda.take_due() is None
 
 
-def test_an_empty_agenda_never_looks_at_the_clock() -> None:
+def test_an_empty_agenda_never_looks_at_the_clock():
     def no_clock() -> float:
         raise AssertionError("looked at the clock")
 

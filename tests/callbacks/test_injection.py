@@ -6,7 +6,6 @@ import pickle
 import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -109,7 +108,7 @@ def sleeps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         (Fault("exception", 0, 1, 1, at="optimizer", when="after"), 1, "after STEP@1"),
     ],
 )
-def test_a_fault_strikes_at_its_point_and_is_announced(fault: Fault, steps_done: int, where: str) -> None:
+def test_a_fault_strikes_at_its_point_and_is_announced(fault, steps_done, where):
     process = worker(fault)
     with pytest.raises(InjectedFaultError, match="Injected: Fault"):
         process.executor.run(5)
@@ -119,7 +118,7 @@ def test_a_fault_strikes_at_its_point_and_is_announced(fault: Fault, steps_done:
     assert abs(process.executor.announced[0].time - time.time()) < 5
 
 
-def test_a_fault_strikes_once() -> None:
+def test_a_fault_strikes_once():
     process = worker(Fault("exception", 0, 1, 0))
     with pytest.raises(InjectedFaultError):
         process.executor.run()
@@ -128,14 +127,14 @@ def test_a_fault_strikes_once() -> None:
 
 
 @pytest.mark.parametrize("place", [Worker(0, 0), Worker(1, 0), Worker(1, 1)])
-def test_other_workers_do_not_fail(place: Worker) -> None:
+def test_other_workers_do_not_fail(place):
     process = worker(Fault("exception", 0, 1, 0), Fault("exception", 0, 1, at="end"), place=place)
     process.executor.run(3)
     process.strategy.reach("end", 3)
     assert process.announced == []
 
 
-def test_a_replacement_does_not_die_of_the_same_fault() -> None:
+def test_a_replacement_does_not_die_of_the_same_fault():
     faults = (Fault("exception", 0, 1, 0), Fault("exception", 0, 1, at="setup"))
     replacement = worker(*faults, incarnation=1)
     replacement.strategy.reach("setup")
@@ -143,7 +142,7 @@ def test_a_replacement_does_not_die_of_the_same_fault() -> None:
     assert replacement.announced == []
 
 
-def test_faults_stay_with_the_process_when_it_moves_to_another_position() -> None:
+def test_faults_stay_with_the_process_when_it_moves_to_another_position():
     process = worker(Fault("exception", 0, 1, 1), Fault("exception", 1, 0, 1))
     process.executor.run(1)
     process.executor.worker = Worker(1, 0)
@@ -154,7 +153,7 @@ def test_faults_stay_with_the_process_when_it_moves_to_another_position() -> Non
 
 
 @pytest.mark.parametrize("point", ["recovery", "checkpoint", "validation", "end"])
-def test_points_strike_the_first_time_or_in_their_step(point: str) -> None:
+def test_points_strike_the_first_time_or_in_their_step(point):
     process = worker(Fault("exception", 0, 1, at=point), Fault("exception", 0, 1, 2, point))
     with pytest.raises(InjectedFaultError):
         process.strategy.reach(point, 0)
@@ -165,7 +164,7 @@ def test_points_strike_the_first_time_or_in_their_step(point: str) -> None:
     assert process.announced == [("exception", point)] * 2
 
 
-def test_setup_strikes_before_lightning_calls_the_start_of_fit() -> None:
+def test_setup_strikes_before_lightning_calls_the_start_of_fit():
     callback = FaultInjectionCallback([Fault("exception", 0, 1, at="setup")])
     process = FakeWorker(callback, Worker(0, 1))
     with pytest.raises(InjectedFaultError):
@@ -173,7 +172,7 @@ def test_setup_strikes_before_lightning_calls_the_start_of_fit() -> None:
     assert process.announced == [("exception", "setup")]
 
 
-def test_several_faults_at_one_point_all_strike(sleeps: list[float]) -> None:
+def test_several_faults_at_one_point_all_strike(sleeps):
     slow = Fault("slow", 0, 1, 0, factor=2.0, steps=1)
     process = worker(slow, slow, Fault("exception", 0, 1, 0, at="reduce"))
     with pytest.raises(InjectedFaultError):
@@ -181,7 +180,7 @@ def test_several_faults_at_one_point_all_strike(sleeps: list[float]) -> None:
     assert process.announced == [("slow", "F(0, 0)@1")] * 2 + [("exception", "REDUCE@1")]
 
 
-def test_slow_sleeps_after_each_operation_from_its_point_on(sleeps: list[float]) -> None:
+def test_slow_sleeps_after_each_operation_from_its_point_on(sleeps):
     process = worker(Fault("slow", 0, 1, 1, at="reduce", factor=3.0, steps=2))
     process.executor.run(1, seconds=0.5)
     assert sleeps == []
@@ -191,19 +190,19 @@ def test_slow_sleeps_after_each_operation_from_its_point_on(sleeps: list[float])
     assert sleeps == [1.0] * 2 + [0.5] * 4
 
 
-def test_slow_does_not_stretch_the_wait_for_siblings(sleeps: list[float]) -> None:
+def test_slow_does_not_stretch_the_wait_for_siblings(sleeps):
     process = worker(Fault("slow", 0, 1, 1, at="reduce", factor=3.0, steps=1))
     process.executor.run(2, seconds=0.5, for_siblings=0.25)
     assert sleeps == [0.5] * 2
 
 
-def test_slow_after_an_operation_spares_that_operation(sleeps: list[float]) -> None:
+def test_slow_after_an_operation_spares_that_operation(sleeps):
     process = worker(Fault("slow", 0, 1, 0, at="reduce", when="after", factor=2.0, steps=1))
     process.executor.run(1, seconds=0.5)
     assert sleeps == [0.5]
 
 
-def test_preempt_sends_sigterm_and_the_step_goes_on() -> None:
+def test_preempt_sends_sigterm_and_the_step_goes_on():
     received: list[int] = []
     handler = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
     try:
@@ -219,7 +218,7 @@ EFFECTS = ("kill", "exit", "hang", "deadlock", "partition", "preempt")
 
 
 @pytest.mark.parametrize("kind", EFFECTS)
-def test_each_kind_fails_in_its_own_way(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_kind_fails_in_its_own_way(kind, monkeypatch):
     called: list[str] = []
     for name in EFFECTS:
         monkeypatch.setitem(faults.EFFECTS, name, lambda name=name: called.append(name))
@@ -227,7 +226,7 @@ def test_each_kind_fails_in_its_own_way(kind: str, monkeypatch: pytest.MonkeyPat
     assert called == [kind]
 
 
-def test_a_fault_that_never_happened_is_reported_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fault_that_never_happened_is_reported_at_the_end(caplog):
     process = worker(Fault("kill", 0, 1, 7), Fault("kill", 1, 1, 7), Fault("exception", 0, 1, 0))
     with pytest.raises(InjectedFaultError):
         process.executor.run()
@@ -262,7 +261,7 @@ def seconds_to_failure(process: FakeWorker, clocks: Clocks, most: float = 200.0)
     return None
 
 
-def test_mtbf_strikes_at_the_first_operation_after_the_drawn_time(clocks: Clocks) -> None:
+def test_mtbf_strikes_at_the_first_operation_after_the_drawn_time(clocks):
     found = {}
     for rank in range(4):
         process = worker(place=GRID.worker(rank), mtbf=5.0, kinds=("exception",), seed=2)
@@ -274,7 +273,7 @@ def test_mtbf_strikes_at_the_first_operation_after_the_drawn_time(clocks: Clocks
     assert len(set(found.values())) == 4
 
 
-def test_a_replacement_draws_again(clocks: Clocks) -> None:
+def test_a_replacement_draws_again(clocks):
     lives = [
         seconds_to_failure(worker(mtbf=5.0, kinds=("exception",), seed=2, incarnation=life), clocks)
         for life in range(3)
@@ -283,14 +282,14 @@ def test_a_replacement_draws_again(clocks: Clocks) -> None:
     assert len(set(lives)) == 3
 
 
-def test_max_faults_holds_over_all_workers_and_replacements(clocks: Clocks) -> None:
+def test_max_faults_holds_over_all_workers_and_replacements(clocks):
     options: dict[str, Any] = {"mtbf": 5.0, "kinds": ("exception",), "seed": 2, "max_faults": 2}
     places = [(GRID.worker(rank), life) for rank in range(4) for life in range(2)]
     processes = [worker(place=place, incarnation=life, **options) for place, life in places]
     assert sum(seconds_to_failure(process, clocks) is not None for process in processes) == 2
 
 
-def test_a_trace_strikes_on_the_clock_of_the_run(clocks: Clocks) -> None:
+def test_a_trace_strikes_on_the_clock_of_the_run(clocks):
     options: dict[str, Any] = {"trace": "aws-p3", "time_scale": 0.01, "kinds": ("exception",), "seed": 5}
     callback = FaultInjectionCallback(**options)
     callback.check(POSITIONS)
@@ -310,7 +309,7 @@ def test_a_trace_strikes_on_the_clock_of_the_run(clocks: Clocks) -> None:
         assert len(process.announced) == len(expected) > 1
 
 
-def test_a_replacement_is_not_struck_by_what_hit_its_predecessor(clocks: Clocks) -> None:
+def test_a_replacement_is_not_struck_by_what_hit_its_predecessor(clocks):
     callback = FaultInjectionCallback(trace="aws-p3", time_scale=0.01, kinds=("exception",), seed=5)
     callback.check(POSITIONS)
     plan = injection.trace_faults(load_trace("aws-p3").availability, 4, ("exception",), 5, 0.01)
@@ -323,7 +322,7 @@ def test_a_replacement_is_not_struck_by_what_hit_its_predecessor(clocks: Clocks)
         replacement.executor.run()
 
 
-def test_a_trace_is_read_where_the_callback_is_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_trace_is_read_where_the_callback_is_built(monkeypatch, tmp_path):
     read: list[str] = []
 
     def load(name: str) -> Trace:
@@ -342,7 +341,7 @@ def test_a_trace_is_read_where_the_callback_is_built(monkeypatch: pytest.MonkeyP
 ALWAYS = {"mtbf": 1e-9, "kinds": ("exception",)}
 
 
-def test_the_launching_process_never_fails() -> None:
+def test_the_launching_process_never_fails():
     callback = FaultInjectionCallback([Fault("exception", 0, 0, 0), Fault("exception", 0, 0, at="setup")], **ALWAYS)
     callback.check(POSITIONS)
     strategy = FakeStrategy()  # without an executor
@@ -355,14 +354,14 @@ def test_the_launching_process_never_fails() -> None:
 
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
-def test_only_fit_is_disturbed(stage: str) -> None:
+def test_only_fit_is_disturbed(stage):
     callback = FaultInjectionCallback([Fault("kill", 0, 0, 0)], **ALWAYS)
     strategy = FakeStrategy()
     callback.setup(SimpleNamespace(strategy=strategy), None, stage)
     assert strategy.at_point == []
 
 
-def test_without_faults_nothing_is_attached_and_any_strategy_will_do() -> None:
+def test_without_faults_nothing_is_attached_and_any_strategy_will_do():
     callback = FaultInjectionCallback()
     trainer: Any = SimpleNamespace(strategy=object())
     callback.setup(trainer, None, "fit")
@@ -370,7 +369,7 @@ def test_without_faults_nothing_is_attached_and_any_strategy_will_do() -> None:
     callback.teardown(trainer, None, "fit")
 
 
-def test_a_fault_of_one_member_leaves_the_others_of_its_position_alone() -> None:
+def test_a_fault_of_one_member_leaves_the_others_of_its_position_alone():
     positions = Positions(GRID, 2)
     callback = FaultInjectionCallback([Fault("exception", 0, 1, 0, member=1), Fault("exception", 0, 1, 1)])
     callback.check(positions)
@@ -390,7 +389,7 @@ def test_a_fault_of_one_member_leaves_the_others_of_its_position_alone() -> None
 
 
 @pytest.mark.parametrize("options", [{"faults": [Fault("kill", 0, 0, 0)]}, {"mtbf": 5.0}, {"trace": "aws-p3"}])
-def test_another_strategy_is_refused(options: dict[str, Any]) -> None:
+def test_another_strategy_is_refused(options):
     class SingleDeviceStrategy:
         strategy_name = "single_device"
 
@@ -399,7 +398,7 @@ def test_another_strategy_is_refused(options: dict[str, Any]) -> None:
         callback.setup(SimpleNamespace(strategy=SingleDeviceStrategy()), None, "fit")
 
 
-def test_the_callback_travels_without_what_it_is_attached_to() -> None:
+def test_the_callback_travels_without_what_it_is_attached_to():
     process = worker(Fault("exception", 0, 1, 0), mtbf=5.0)
     process.strategy.at_point.append(lambda *_: None)  # cannot be pickled
     copy = pickle.loads(pickle.dumps(process.callback))
@@ -431,7 +430,7 @@ def test_the_callback_travels_without_what_it_is_attached_to() -> None:
         ({"trace": "aws-p33"}, ["aws-p33", "aws-p3,"]),
     ],
 )
-def test_nonsense_is_refused_with_the_value_and_the_remedy(options: dict[str, Any], words: list[str]) -> None:
+def test_nonsense_is_refused_with_the_value_and_the_remedy(options, words):
     with pytest.raises(ConfigurationError) as caught:
         FaultInjectionCallback(**options)
     assert all(word in str(caught.value) for word in words), caught.value
@@ -445,7 +444,7 @@ def test_nonsense_is_refused_with_the_value_and_the_remedy(options: dict[str, An
         (Fault("kill", 1, 0, 1, microbatch=2), ["microbatch", "0 to 1"]),
     ],
 )
-def test_a_fault_outside_the_grid_is_refused(fault: Fault, words: list[str]) -> None:
+def test_a_fault_outside_the_grid_is_refused(fault, words):
     with pytest.raises(ConfigurationError) as caught:
         FaultInjectionCallback([fault]).check(POSITIONS)
     assert all(word in str(caught.value) for word in words), caught.value

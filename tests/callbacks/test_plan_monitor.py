@@ -1,7 +1,5 @@
 """The callback that keeps the plan up to date: what it refuses, and where its options go."""
 
-from typing import Any
-
 import pytest
 
 from lightning_recycle import ConfigurationError
@@ -9,7 +7,7 @@ from lightning_recycle.callbacks import PlanMonitor
 from lightning_recycle.control.plans.drift import DriftOptions
 
 
-def test_its_options_are_the_coordinators() -> None:
+def test_its_options_are_the_coordinators():
     assert PlanMonitor().options == DriftOptions(0.05, 20, 1000)
     assert PlanMonitor(threshold=0.1, window=5, horizon_steps=50).options == DriftOptions(0.1, 5, 50)
 
@@ -27,6 +25,6 @@ def test_its_options_are_the_coordinators() -> None:
     ],
     ids=str,
 )
-def test_what_cannot_work_is_refused(options: dict[str, Any], says: str) -> None:
+def test_what_cannot_work_is_refused(options, says):
     with pytest.raises(ConfigurationError, match=says):
         PlanMonitor(**options)

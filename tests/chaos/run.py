@@ -129,7 +129,7 @@ def run_scenario(scenario: Scenario, place: Workplace, limit: float = LIMIT_SECO
     shutil.rmtree(directory)
     for folder in (place.tmpdir, *([place.disk] if place.disk else [])):
         _empty(folder)
-    history: Sequence[Event] = run.trainer.strategy.history  # type: ignore[attr-defined]
+    history: Sequence[Event] = run.trainer.strategy.history
     events = dict(Counter(event.kind for event in history))
     return Result(scenario.seed, tuple(problems), time.monotonic() - started, difference, events)
 

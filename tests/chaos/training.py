@@ -115,7 +115,7 @@ class LayersMove(L.Callback):
     @override
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step in self.moves:
-            trainer.strategy.move_layers(self.moves[trainer.global_step])  # type: ignore[attr-defined]
+            trainer.strategy.move_layers(self.moves[trainer.global_step])
 
 
 def make_model(recipe: Recipe) -> ChaosModel:

@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from command_driver import check_refused, run, run_all
@@ -35,7 +34,7 @@ def plan(directory: Path, *arguments: str) -> str:
     return run("recycle-plan", directory, *arguments)
 
 
-def test_the_installed_script_plans_the_running_example(tmp_path: Path) -> None:
+def test_the_installed_script_plans_the_running_example(tmp_path):
     script = Path(sys.executable).with_name("recycle-plan")
     if not script.exists():
         pytest.skip("the package is not installed with its scripts")
@@ -54,13 +53,13 @@ def test_the_installed_script_plans_the_running_example(tmp_path: Path) -> None:
     assert (tmp_path / "plan.svg").read_text().startswith("<svg")
 
 
-def test_nothing_is_written_unless_it_is_asked_for(tmp_path: Path) -> None:
+def test_nothing_is_written_unless_it_is_asked_for(tmp_path):
     for arguments in (["failures=1"], ["-m", "failures=0,1"], ["--help"], ["--version"]):
         plan(tmp_path, *arguments)
         assert list(tmp_path.iterdir()) == [], arguments
 
 
-def test_help_has_its_own_groups_and_the_comments_of_the_settings(tmp_path: Path) -> None:
+def test_help_has_its_own_groups_and_the_comments_of_the_settings(tmp_path):
     shown = plan(tmp_path, "planner=highs", "--help")
     first, _, *examples = shown.splitlines()[:5]
     assert first.startswith("recycle-plan: plan one iteration of training")
@@ -83,13 +82,11 @@ def test_help_has_its_own_groups_and_the_comments_of_the_settings(tmp_path: Path
         (recycle_run, ["--help"]),
     ],
 )
-def test_a_reader_that_has_seen_enough_ends_the_command_without_a_traceback(
-    command: ModuleType, arguments: list[str], tmp_path: Path
-) -> None:
+def test_a_reader_that_has_seen_enough_ends_the_command_without_a_traceback(command, arguments, tmp_path):
     assert without_reader(command, *arguments, cwd=tmp_path) == (141, "")
 
 
-def test_costs_memory_and_technique_reach_the_plan(tmp_path: Path) -> None:
+def test_costs_memory_and_technique_reach_the_plan(tmp_path):
     (tmp_path / "out").mkdir()
     plan(
         tmp_path,
@@ -115,7 +112,7 @@ def test_costs_memory_and_technique_reach_the_plan(tmp_path: Path) -> None:
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["mine.json"]
 
 
-def test_costs_and_memory_of_a_profile(tmp_path: Path) -> None:
+def test_costs_and_memory_of_a_profile(tmp_path):
     stage = StageProfile(0.010, 0.011, 0.009, activation_bytes=1000, output_bytes=500)
     save_profile(tmp_path / "profile.json", Profile((stage, stage), latency=0.001, bandwidth=1e6))
     arguments = ["grid.stages=2", "costs=profile", "costs.path=profile.json", "memory.bytes=4500"]
@@ -128,7 +125,7 @@ def test_costs_and_memory_of_a_profile(tmp_path: Path) -> None:
     assert "4000 of 4500" in out
 
 
-def test_bytes_that_w_does_not_need_make_room_for_more_microbatches(tmp_path: Path) -> None:
+def test_bytes_that_w_does_not_need_make_room_for_more_microbatches(tmp_path):
     """As in a run: a number of micro-batches is not the limit, but what each of them holds at the time."""
     stage = StageProfile(1.0, 1.0, 1.0, activation_bytes=1000, waiting_bytes=250)
     save_profile(tmp_path / "profile.json", Profile((stage,) * 4))
@@ -141,7 +138,7 @@ def test_bytes_that_w_does_not_need_make_room_for_more_microbatches(tmp_path: Pa
     assert load_plan(tmp_path / "plan.json").schedule.problem.memory == one.problem.memory
 
 
-def test_one_of_a_thing_is_no_plural(tmp_path: Path) -> None:
+def test_one_of_a_thing_is_no_plural(tmp_path):
     few = ["grid.pipelines=1", "grid.stages=1", "grid.microbatches=1", "memory.in_flight=1"]
     row = next(line for line in plan(tmp_path, *few).splitlines() if "peak memory" in line)
     assert row.split()[1:-1] == ["peak", "memory,", "micro-batches", "│", "1", "of", "1"]
@@ -152,14 +149,14 @@ def test_one_of_a_thing_is_no_plural(tmp_path: Path) -> None:
     ]
 
 
-def test_a_number_of_failures_is_carried_where_it_costs_least(tmp_path: Path) -> None:
+def test_a_number_of_failures_is_carried_where_it_costs_least(tmp_path):
     plan(tmp_path, "failures=4", "output=plan.json")
     schedule = load_plan(tmp_path / "plan.json").schedule
     assert {worker.stage for worker in schedule.failed} == {0, 1, 2, 3}
     assert schedule.period == 27
 
 
-def test_a_sweep_has_a_folder_for_each_job_and_a_table_of_all(tmp_path: Path) -> None:
+def test_a_sweep_has_a_folder_for_each_job_and_a_table_of_all(tmp_path):
     out = plan(
         tmp_path, "-m", "planner=heuristic,cbc,highs", "failures=0,1", "output=plan.json", "hydra.sweep.dir=jobs"
     )
@@ -180,7 +177,7 @@ def plans_of_library(out: str) -> list[list[str]]:
     return [line.split() for line in lines if re.match(r"\d/", line)]
 
 
-def test_a_sweep_with_an_impossible_job_runs_none(tmp_path: Path) -> None:
+def test_a_sweep_with_an_impossible_job_runs_none(tmp_path):
     bad = [
         (["-m", "failures=0,1,99"], "failures=99 leaves a stage"),
         (["-m", "planner=heuristic,highs", "planner.effort=0,-1"], "planner.effort"),
@@ -192,7 +189,7 @@ def test_a_sweep_with_an_impossible_job_runs_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_library_is_filled_and_then_used(tmp_path: Path) -> None:
+def test_a_library_is_filled_and_then_used(tmp_path):
     (first, second) = run_all("recycle-plan", tmp_path, *[["failures=2", "library=plans", "output=null"]] * 2)
     assert first[0] == second[0] == 0
     assert first[1] == second[1] or "Plan library" in second[1]
@@ -203,7 +200,7 @@ def test_a_library_is_filled_and_then_used(tmp_path: Path) -> None:
     assert [shown[0][0], shown[-1][0]] == ["0/0/0/0", "0/0/1/1"], "the last is after normalization"
 
 
-def test_a_library_has_the_likeliest_plans_if_there_are_too_many(tmp_path: Path) -> None:
+def test_a_library_has_the_likeliest_plans_if_there_are_too_many(tmp_path):
     arguments = ["failures=3", "library=plans", "library_plans=6", "output=null", "planner.effort=0"]
     ((code, out, _),) = run_all("recycle-plan", tmp_path, arguments)
     assert code == 0
@@ -211,15 +208,10 @@ def test_a_library_has_the_likeliest_plans_if_there_are_too_many(tmp_path: Path)
     assert len({(failed, in_flight) for failed, in_flight, *_ in rows}) == len(rows), "no two rows look alike"
     shown = [failed for failed, *_ in rows]
     assert shown[::2] == shown[1::2]
-    assert shown[::2] == [
-        "0/0/0/0",
-        *("0/0/0/1", "1/0/0/0", "0/1/0/0"),
-        "0/0/1/1",
-        "0/1/1/1",
-    ]
+    assert shown[::2] == ["0/0/0/0", *("0/0/0/1", "1/0/0/0", "0/1/0/0"), "0/0/1/1", "0/1/1/1"]
 
 
-def test_settings_of_planners_are_those_of_a_run_without_settings() -> None:
+def test_settings_of_planners_are_those_of_a_run_without_settings():
     """Else the plans of a library made offline are not found at run time."""
     for name in ("heuristic", "cbc", "highs", "gurobi"):
         with initialize_config_module("lightning_recycle.conf", version_base=None):
@@ -227,7 +219,7 @@ def test_settings_of_planners_are_those_of_a_run_without_settings() -> None:
         assert instantiate(settings.planner) == get_planner(name)
 
 
-def test_a_solver_that_is_not_there_is_a_warning(tmp_path: Path) -> None:
+def test_a_solver_that_is_not_there_is_a_warning(tmp_path):
     if os.environ.get("GUROBI_HOME"):
         pytest.skip("Gurobi is there")
     arguments = ["planner=gurobi", "failures=[[1,2]]", "memory.in_flight=4", "output=plan.json"]
@@ -286,19 +278,19 @@ BAD = [
 ]
 
 
-def test_bad_input_ends_with_one_line_and_exit_code_2(tmp_path: Path) -> None:
+def test_bad_input_ends_with_one_line_and_exit_code_2(tmp_path):
     (tmp_path / "bad.json").write_text("{")
     check_refused("recycle-plan", tmp_path, BAD)
 
 
-def test_the_plan_that_is_written_is_valid(tmp_path: Path) -> None:
+def test_the_plan_that_is_written_is_valid(tmp_path):
     costs = ["costs.reduce=0.5", "costs.optimizer=0.2"]
     plan(tmp_path, "failures=3", "memory.in_flight=4", *costs, "output=plan.json", "picture=gantt.svg")
     validate(load_plan(tmp_path / "plan.json").schedule)
     assert {file.name for file in tmp_path.iterdir()} == {"plan.json", "gantt.svg"}
 
 
-def test_forwards_are_computed_again_where_memory_is_short(tmp_path: Path) -> None:
+def test_forwards_are_computed_again_where_memory_is_short(tmp_path):
     arguments = ["grid.pipelines=3", "grid.stages=4", "grid.microbatches=6", "memory.in_flight=2"]
     plan(tmp_path, *arguments, "output=without.json")
     shown = plan(tmp_path, *arguments, "memory.checkpoint=0.1", "output=with.json")

@@ -123,7 +123,7 @@ def with_failures(records: list[dict[str, Any]], *sources: str) -> list[dict[str
     return [each for each in records if each["failures"]["name"] in sources]
 
 
-def test_the_page_needs_nothing_but_itself(text: str, page: Page) -> None:
+def test_the_page_needs_nothing_but_itself(text, page):
     for outside in ("http:", "https:", "url(", "@import", "fetch(", "XMLHttpRequest", "import("):
         assert outside not in text, outside
     for tag, attributes, _ in page.elements:
@@ -132,7 +132,7 @@ def test_the_page_needs_nothing_but_itself(text: str, page: Page) -> None:
         assert (attributes.get("href") or "#").startswith("#")
 
 
-def test_links_lead_to_sections_and_every_section_has_its_charts(page: Page) -> None:
+def test_links_lead_to_sections_and_every_section_has_its_charts(page):
     identities = [attributes["id"] for tag, attributes, _ in page.elements if tag == "section"]
     assert identities == SECTIONS
     links = {attributes["href"] for tag, attributes, _ in page.elements if tag == "a"}
@@ -149,19 +149,17 @@ def test_links_lead_to_sections_and_every_section_has_its_charts(page: Page) -> 
 @pytest.mark.parametrize(
     ("section", "source"), [("intervals", "Poisson"), ("fractions", "FailedFraction"), ("traces", "TraceReplay")]
 )
-def test_every_result_stands_in_its_section(
-    page: Page, records: list[dict[str, Any]], section: str, source: str
-) -> None:
+def test_every_result_stands_in_its_section(page, records, section, source):
     expected = with_failures(records, source)
     assert set(page.values(section, "ratio")) == {each["ratio"] for each in expected if each["throughput"]}
 
 
-def test_all_runs_show_what_the_time_was_worth(page: Page, records: list[dict[str, Any]]) -> None:
+def test_all_runs_show_what_the_time_was_worth(page, records):
     for key in ("goodput", "ettr", "mfu", "fraction_of_ideal"):
         assert sorted(page.values("runs", key)) == sorted(each[key] for each in records)
 
 
-def test_pictures_are_by_schedule_where_all_policies_have_both(page: Page) -> None:
+def test_pictures_are_by_schedule_where_all_policies_have_both(page):
     rows = [[cell["text"] for cell in row] for row in page.rows["intervals"] if len(row) == 6]
     assert len(rows) == 16  # two models, two schedules, four policies; two intervals with two numbers each
     assert {row[0].rpartition(", ")[2] for row in rows} == {"1F1B", "planned"}
@@ -174,9 +172,7 @@ def test_pictures_are_by_schedule_where_all_policies_have_both(page: Page) -> No
     }  # fmt: skip
 
 
-def test_pictures_tables_and_their_columns_have_names_of_their_own(
-    tmp_path: Path, records: list[dict[str, Any]]
-) -> None:
+def test_pictures_tables_and_their_columns_have_names_of_their_own(tmp_path, records):
     """Also where runs differ in nothing but their length, or in when nodes are back."""
     first = [{**each, "cost": 1.0} for each in with_failures(records, "Poisson")]
     longer = [{**each, "duration": 24 * 3600.0} for each in first]
@@ -197,19 +193,19 @@ def test_pictures_tables_and_their_columns_have_names_of_their_own(
         assert len(set(heads)) == len(heads), section
 
 
-def test_a_failure_is_broken_behind_its_commas_alone(page: Page) -> None:
+def test_a_failure_is_broken_behind_its_commas_alone(page):
     """Else a phone shows "failure every 6 h" in three lines."""
     cells = {cell["text"] for section in ("causes", "runs") for row in page.rows[section] for cell in row}
     assert "failure\N{NO-BREAK SPACE}every\N{NO-BREAK SPACE}6\N{NO-BREAK SPACE}h" in cells
     assert not {cell for cell in cells if cell.startswith("failure every")}
 
 
-def test_charts_whose_axis_is_cut_say_so(page: Page) -> None:
+def test_charts_whose_axis_is_cut_say_so(page):
     cut = Counter(section for tag, attributes, section in page.elements if attributes.get("class") == "tick cut")
     assert cut == {"intervals": 4, "fractions": 2}
 
 
-def test_a_sample_costs_what_the_nodes_cost_while_they_were_up(page: Page, records: list[dict[str, Any]]) -> None:
+def test_a_sample_costs_what_the_nodes_cost_while_they_were_up(page, records):
     expected = []
     for record in records:
         if record["cluster"]["price"]:
@@ -219,7 +215,7 @@ def test_a_sample_costs_what_the_nodes_cost_while_they_were_up(page: Page, recor
     assert sorted(page.values("costs", "cost")) == pytest.approx(sorted(expected))
 
 
-def test_bands_are_drawn_from_ten_runs_on(tmp_path: Path, records: list[dict[str, Any]]) -> None:
+def test_bands_are_drawn_from_ten_runs_on(tmp_path, records):
     found = [each for each in with_failures(records, "Poisson") if each["policy"]["name"] == "Merge"]
     assert {error(each) for each in found} == {0.0}
     many = [{**each, "runs": each["runs"] * 4} for each in found]
@@ -229,7 +225,7 @@ def test_bands_are_drawn_from_ten_runs_on(tmp_path: Path, records: list[dict[str
         assert text.count('class="band ') == bands
 
 
-def test_gpu_time_by_cause_adds_up_to_all_of_it(page: Page, records: list[dict[str, Any]]) -> None:
+def test_gpu_time_by_cause_adds_up_to_all_of_it(page, records):
     rows = [row for row in page.rows["causes"] if row]
     assert len(rows) == len([r for r in with_failures(records, "Poisson", "FailureRate") if r["throughput"]])
     for row in rows:
@@ -239,7 +235,7 @@ def test_gpu_time_by_cause_adds_up_to_all_of_it(page: Page, records: list[dict[s
         assert whole in [pytest.approx(32 * hours) for hours in (6, 24)]
 
 
-def test_shown_numbers_are_the_exact_ones_rounded(page: Page) -> None:
+def test_shown_numbers_are_the_exact_ones_rounded(page):
     checked = 0
     for row in (row for rows in page.rows.values() for row in rows):
         for cell in row:
@@ -251,12 +247,12 @@ def test_shown_numbers_are_the_exact_ones_rounded(page: Page) -> None:
     assert checked > 300
 
 
-def test_every_training_run_is_listed_with_its_command(page: Page, records: list[dict[str, Any]]) -> None:
+def test_every_training_run_is_listed_with_its_command(page, records):
     listed = [row[-1]["text"] for row in page.rows["runs"] if len(row) == 4]
     assert sorted(listed) == sorted(each["command"] for each in records)
 
 
-def test_throughput_of_a_replay_is_averaged_without_loss(folder: Path, records: list[dict[str, Any]]) -> None:
+def test_throughput_of_a_replay_is_averaged_without_loss(folder, records):
     for each in with_failures(records, "TraceReplay"):
         trace = load_trace(each["failures"]["settings"]["trace"])
         means = averaged(each, 50)
@@ -265,7 +261,7 @@ def test_throughput_of_a_replay_is_averaged_without_loss(folder: Path, records: 
         assert available == pytest.approx(trace.mean * 32 / trace.peak, abs=1)
 
 
-def test_every_colour_is_defined_for_light_and_dark(text: str, page: Page) -> None:
+def test_every_colour_is_defined_for_light_and_dark(text, page):
     style = text[text.index("<style>") : text.index("</style>")]
     colours = {
         name: (light, dark)
@@ -283,7 +279,7 @@ def test_every_colour_is_defined_for_light_and_dark(text: str, page: Page) -> No
     assert set(re.findall(r"var\(--([a-z0-9-]+)\)", style)) == set(colours)
 
 
-def test_a_table_that_is_cut_off_shows_it_and_a_lone_chart_grows(text: str) -> None:
+def test_a_table_that_is_cut_off_shows_it_and_a_lone_chart_grows(text):
     style = text[text.index("<style>") : text.index("</style>")]
     rules = {selector.strip(): body for selector, body in re.findall(r"^([^{}@/]+)\{([^{}]*)\}", style, re.M)}
     assert "overflow-x: auto" in rules[".table"]
@@ -295,7 +291,7 @@ def test_a_table_that_is_cut_off_shows_it_and_a_lone_chart_grows(text: str) -> N
     assert "max-width" in rules["figure:only-child"]
 
 
-def test_legends_switch_series_that_are_there(page: Page) -> None:
+def test_legends_switch_series_that_are_there(page):
     legends: dict[str | None, set[str]] = {}
     series: dict[str | None, set[str]] = {}
     for tag, attributes, section in page.elements:
@@ -310,7 +306,7 @@ def test_legends_switch_series_that_are_there(page: Page) -> None:
         assert missing <= {"idle"}, section
 
 
-def test_shapes_lie_within_their_pictures(page: Page) -> None:
+def test_shapes_lie_within_their_pictures(page):
     width = height = 0.0
     for tag, attributes, section in page.elements:
         if tag == "svg":
@@ -334,9 +330,7 @@ def written(folder: Path, *records: dict[str, Any]) -> Path:
     return folder
 
 
-def test_results_of_any_sweep_are_shown_by_their_kind_of_failures(
-    tmp_path: Path, records: list[dict[str, Any]]
-) -> None:
+def test_results_of_any_sweep_are_shown_by_their_kind_of_failures(tmp_path, records):
     kinds = {
         "Poisson": ["intervals", "causes", "runs"],
         "TraceReplay": ["traces", "costs", "runs"],
@@ -350,13 +344,13 @@ def test_results_of_any_sweep_are_shown_by_their_kind_of_failures(
         assert found["ratio"] in page.values("runs", "ratio")
 
 
-def test_each_result_alone_makes_a_page(tmp_path: Path, records: list[dict[str, Any]]) -> None:
+def test_each_result_alone_makes_a_page(tmp_path, records):
     for place, record in enumerate(records):
         page = Page(render_report(load_results(written(tmp_path / str(place), record))))
         assert len(page.rows) >= 1
 
 
-def test_names_are_text_whatever_is_in_them(tmp_path: Path, records: list[dict[str, Any]]) -> None:
+def test_names_are_text_whatever_is_in_them(tmp_path, records):
     strange = "</svg><script>alert('&amp;')</script>\""
     found = [{**each, "model": {**each["model"], "name": strange}} for each in with_failures(records, "Poisson")]
     page = Page(render_report(load_results(written(tmp_path, *found)), title=strange))
@@ -376,19 +370,19 @@ def test_names_are_text_whatever_is_in_them(tmp_path: Path, records: list[dict[s
         (0.004, 0.0, ["0.000", "0.001", "0.002", "0.003", "0.004"]),
     ],
 )
-def test_ticks_are_round(most: float, least: float, ticks: list[str]) -> None:
+def test_ticks_are_round(most, least, ticks):
     axis = linear("", most, least=least)
     assert [text for _, text in axis.ticks] == ticks
     assert axis.low <= least < most <= axis.high
 
 
-def test_a_logarithmic_axis_holds_its_values() -> None:
+def test_a_logarithmic_axis_holds_its_values():
     axis = logarithmic("", [0.02, 6.7], ["6 h", "2 h"])
     assert axis.ticks == ((0.02, "6 h"), (6.7, "2 h"))
     assert 0 < axis.part(0.02) < axis.part(6.7) < 1
 
 
-def test_bad_input_ends_with_one_line_and_exit_code_2(tmp_path: Path) -> None:
+def test_bad_input_ends_with_one_line_and_exit_code_2(tmp_path):
     for name, content in (("broken", "{"), ("new", '{"schema": 7}')):
         (tmp_path / name).mkdir()
         (tmp_path / name / "result.json").write_text(content)
@@ -408,7 +402,7 @@ def test_bad_input_ends_with_one_line_and_exit_code_2(tmp_path: Path) -> None:
         assert err.startswith(f"recycle-report: {message}"), err
 
 
-def test_a_page_is_written_to_standard_output(tmp_path: Path) -> None:
+def test_a_page_is_written_to_standard_output(tmp_path):
     run("recycle-simulate", tmp_path, "model=gpt3_medium", "policy=fault_free", "duration=1h", "output=good")
     ((code, out, err),) = run_all("recycle-report", tmp_path, ["good", "-o", "-"])
     assert code == 0
@@ -426,9 +420,7 @@ def test_a_page_is_written_to_standard_output(tmp_path: Path) -> None:
         ("recycle-status", "lightning_recycle.control.monitoring.status_command"),
     ],
 )
-def test_every_command_says_its_version_and_exit_statuses_and_gives_examples(
-    command: str, parser: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_command_says_its_version_and_exit_statuses_and_gives_examples(command, parser, capsys, monkeypatch):
     main = importlib.import_module(parser).main
     shown = {}
     for option in ("--version", "--help"):
@@ -452,9 +444,7 @@ def test_every_command_says_its_version_and_exit_statuses_and_gives_examples(
         ("recycle-status", "lightning_recycle.control.monitoring.status_command", "--whatch", "--watch"),
     ],
 )
-def test_an_unknown_flag_is_answered_with_the_nearest(
-    command: str, parser: str, flag: str, meant: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_flag_is_answered_with_the_nearest(command, parser, flag, meant, capsys):
     given = {"recycle-coordinator": ["--listen", "127.0.0.1:0"], "recycle-report": ["folder"]}.get(command, [])
     for text in ([flag, "3"], [f"{flag}=3"]):
         with pytest.raises(SystemExit) as end:

@@ -68,15 +68,7 @@ class Scene:
 
 given = Scene
 
-_PLAIN = {
-    "int": 0,
-    "float": 0.0,
-    "str": "",
-    "bool": False,
-    "Mapping": {},
-    "tuple": (),
-    "Activity": Activity(0, "F"),
-}
+_PLAIN = {"int": 0, "float": 0.0, "str": "", "bool": False, "Mapping": {}, "tuple": (), "Activity": Activity(0, "F")}
 
 
 def dummy(kind: type, **fields: Any) -> Any:

@@ -795,13 +795,7 @@ class Run:
         self._paper.epoch += 1
         self._is_down = False
         self._say(f"coordinator {self._paper.epoch} begins with {self._paper.kept}")
-        self._readmission = Readmission(
-            self._paper,  # type: ignore[arg-type]
-            self.grid,
-            self._options,
-            self.now,
-            self.members,
-        )
+        self._readmission = Readmission(self._paper, self.grid, self._options, self.now, self.members)
         self.state = self._readmission.state()
         self._connections.clear()
         self._plans.clear()

@@ -33,7 +33,7 @@ ipv6 = pytest.mark.skipif(not _has_ipv6(), reason="this machine has no IPv6")
     ("text", "address"),
     [("10.0.0.1:29400", ("10.0.0.1", 29400)), ("name.of-it:1", ("name.of-it", 1)), ("[fe80::1]:7", ("fe80::1", 7))],
 )
-def test_an_address_is_read_and_shown(text: str, address: tuple[str, int]) -> None:
+def test_an_address_is_read_and_shown(text, address):
     assert address_from(text, "X") == address
     assert shown(address) == text
 
@@ -47,7 +47,7 @@ def test_an_address_is_read_and_shown(text: str, address: tuple[str, int]) -> No
         ("::1:5", r"brackets, as in X=\[::1\]:5"),
     ],
 )
-def test_what_is_no_address_is_refused(text: str, words: str) -> None:
+def test_what_is_no_address_is_refused(text, words):
     with pytest.raises(ConfigurationError, match=words):
         address_from(text, "X")
 
@@ -65,7 +65,7 @@ def resolves(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return names
 
 
-def test_the_name_of_a_machine_that_stands_for_itself_alone_is_refused(resolves: dict[str, str]) -> None:
+def test_the_name_of_a_machine_that_stands_for_itself_alone_is_refused(resolves):
     """Debian's /etc/hosts says 127.0.1.1 of a machine's own name."""
     resolves["node7"] = "127.0.1.1"
     with pytest.raises(
@@ -75,22 +75,22 @@ def test_the_name_of_a_machine_that_stands_for_itself_alone_is_refused(resolves:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.1.1", "localhost"])
-def test_who_wants_this_machine_alone_says_so(host: str) -> None:
+def test_who_wants_this_machine_alone_says_so(host):
     listen_at((host, 0), 1).close()
 
 
-def test_a_port_in_use_is_an_error_that_says_so() -> None:
+def test_a_port_in_use_is_an_error_that_says_so():
     with listen_at(("127.0.0.1", 0), 1) as first, pytest.raises(ConfigurationError, match="another process listens"):
         listen_at(first.getsockname(), 1)
 
 
-def test_an_address_of_another_machine_is_an_error_that_says_so() -> None:
+def test_an_address_of_another_machine_is_an_error_that_says_so():
     with pytest.raises(ConfigurationError, match=r"this machine has no address 192\.0\.2\.1"):
         listen_at(("192.0.2.1", 0), 1)
 
 
 @ipv6
-def test_all_addresses_are_those_of_ipv4_too() -> None:
+def test_all_addresses_are_those_of_ipv4_too():
     with listen_at(("::", 0), 1) as server:
         port = server.getsockname()[1]
         for host in ("::1", "127.0.0.1"):
@@ -98,7 +98,7 @@ def test_all_addresses_are_those_of_ipv4_too() -> None:
 
 
 @pytest.mark.parametrize("problem", ["in use", "no name"])
-def test_the_command_says_in_one_line_why_it_cannot_listen(problem: str) -> None:
+def test_the_command_says_in_one_line_why_it_cannot_listen(problem):
     with listen_at(("127.0.0.1", 0), 1) as other:
         place = shown(other.getsockname()) if problem == "in use" else "no-such-machine.invalid:0"
         _, said = standalone(place, stderr=subprocess.PIPE).communicate(timeout=PATIENCE)
@@ -123,16 +123,14 @@ def test_the_command_says_in_one_line_why_it_cannot_listen(problem: str) -> None
         (["--http", "0.0.0.0:29400"], "--http and --listen have the same address: give another port."),
     ],
 )
-def test_the_command_says_in_one_line_what_was_typed_wrong(
-    options: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_says_in_one_line_what_was_typed_wrong(options, words, monkeypatch, capsys):
     monkeypatch.setenv("RECYCLE_KEY", KEY)
     assert main(["--listen", "127.0.0.1:29400", *options]) == 2
     assert capsys.readouterr().err == f"recycle-coordinator: {words}\n"
 
 
 @ipv6
-def test_workers_meet_over_ipv6() -> None:
+def test_workers_meet_over_ipv6():
     with listening("--runs", "1", listen="[::1]:0") as (_, address):
         assert address[0] == "::1"
         clients = [ThreadClient(None, address, KEY.encode(), 0.05, wants=WANTS) for _ in range(2)]
@@ -143,9 +141,7 @@ def test_workers_meet_over_ipv6() -> None:
     assert all(client.exited.wait(15.0) for client in clients)
 
 
-def test_the_limit_of_descriptors_is_raised_as_far_as_the_system_allows(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_limit_of_descriptors_is_raised_as_far_as_the_system_allows(monkeypatch, caplog):
     limits = [(1024, 4096)]
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda _, new: limits.append(new))

@@ -14,11 +14,7 @@ from lightning_recycle.control.journal import Journal, JournaledState, Process
 from lightning_recycle.control.options import CoordinatorOptions
 from lightning_recycle.control.protocol.member import Member
 from lightning_recycle.control.protocol.membership import returned_events, returned_order
-from lightning_recycle.control.protocol.messages import (
-    EndRun,
-    Leave,
-    Returned,
-)
+from lightning_recycle.control.protocol.messages import EndRun, Leave, Returned
 from lightning_recycle.control.protocol.state import Roster
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.processes import has_ended, process_space
@@ -61,9 +57,7 @@ KEPT = JournaledState(2, Roster(frozenset({0, 1, 3}), leader=1))
         (-1, {}, ReturnStanding.LOST),
     ],
 )
-def test_who_returns_is_what_was_written_down(
-    tmp_path: Path, rank: int, fields: dict[str, Any], place: ReturnStanding
-) -> None:
+def test_who_returns_is_what_was_written_down(tmp_path, rank, fields, place):
     readmission, journal = revived(tmp_path, KEPT)
     assert readmission.judge(readmission.state(), (), returned(journal, rank, **fields)) is place
     assert readmission.judge(readmission.state(), (rank,), returned(journal, rank, **fields)) in (
@@ -73,7 +67,7 @@ def test_who_returns_is_what_was_written_down(
 
 
 @pytest.mark.parametrize("wish", [Leave(1), Leave(1, with_run=True), EndRun(1)])
-def test_what_a_signal_asked_for_is_asked_again(wish: Leave | EndRun) -> None:
+def test_what_a_signal_asked_for_is_asked_again(wish):
     member = Member(1, joining=False)
     member.record_sent(wish)
     again = list(returned_events(member.returned(pid=1, node="", token="", space="", run="")))
@@ -81,13 +75,13 @@ def test_what_a_signal_asked_for_is_asked_again(wish: Leave | EndRun) -> None:
     assert returned_order(wish)
 
 
-def test_whoever_comes_when_all_have_returned_is_lost(tmp_path: Path) -> None:
+def test_whoever_comes_when_all_have_returned_is_lost(tmp_path):
     readmission, journal = revived(tmp_path, KEPT)
     begun = replace(readmission.state(), returned=None)
     assert readmission.judge(begun, (), returned(journal, 0)) is ReturnStanding.LOST
 
 
-def test_before_the_first_generation_workers_keep_the_positions_that_they_have(tmp_path: Path) -> None:
+def test_before_the_first_generation_workers_keep_the_positions_that_they_have(tmp_path):
     readmission, journal = revived(tmp_path, None)
     state = readmission.state()
     assert readmission.judge(state, (), returned(journal, 2, generation=-1)) is ReturnStanding.STARTER
@@ -96,7 +90,7 @@ def test_before_the_first_generation_workers_keep_the_positions_that_they_have(t
     assert readmission.may_place(105.0)
 
 
-def test_a_missing_worker_is_waited_for_like_a_silent_one(tmp_path: Path) -> None:
+def test_a_missing_worker_is_waited_for_like_a_silent_one(tmp_path):
     readmission, journal = revived(tmp_path, KEPT)
     state = readmission.state()
     assert not readmission.late(389.0, state), "nobody has returned yet: the network may be slow"
@@ -108,7 +102,7 @@ def test_a_missing_worker_is_waited_for_like_a_silent_one(tmp_path: Path) -> Non
     assert readmission.late(401.0, state).keys() == {0, 3}
 
 
-def test_a_process_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_process_that_has_ended_is_not_waited_for(tmp_path):
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     space = process_space()

@@ -57,23 +57,21 @@ def ruled(changed: Mapping[int, WorkerSigns], live: frozenset[int] = ALL, holder
         pytest.param({0: stands(working=100), 2: stands(9), 4: stands(9)}, set(), {0, 2, 4}, id="each has its bound"),
     ],
 )
-def test_a_worker_is_given_up_only_if_a_peer_can_do_its_work(
-    changed: Mapping[int, WorkerSigns], evicted: set[int], waited: set[int]
-) -> None:
+def test_a_worker_is_given_up_only_if_a_peer_can_do_its_work(changed, evicted, waited):
     found = ruled(changed)
     assert (set(found.evict), set(found.waits)) == (evicted, waited)
 
 
-def test_the_last_that_holds_a_stage_is_waited_for() -> None:
+def test_the_last_that_holds_a_stage_is_waited_for():
     assert ruled({0: stands(50.0)}, live=ALL - {2, 4}).evict == {}
     assert ruled({0: stands(50.0)}, holders=ALL - {2, 4}).evict == {}, "who has no state yet cannot stand in for it"
 
 
-def test_a_process_that_is_about_to_join_is_judged_by_the_same_rules() -> None:
+def test_a_process_that_is_about_to_join_is_judged_by_the_same_rules():
     assert ruled({0: stands(5.1)}, holders=ALL - {0}).evict.keys() == {0}
 
 
-def test_reasons_and_limits_are_told() -> None:
+def test_reasons_and_limits_are_told():
     found = ruled({0: stands(5.1)}).evict[0]
     assert (found.cause, found.seconds, found.limit) == ("it is silent", 5.1, LIMIT)
     reason = "no other worker that holds stage 0 is well"
@@ -84,7 +82,7 @@ def test_reasons_and_limits_are_told() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "evicted"), [(5.1, False), (49.9, False), (50.1, True)])
-def test_a_silent_worker_whose_process_computes_may_take_ten_times_as_long(seconds: float, evicted: bool) -> None:
+def test_a_silent_worker_whose_process_computes_may_take_ten_times_as_long(seconds, evicted):
     standing = stands(seconds)
     standing = replace(standing, silence=replace(standing.silence, computes=True))
     found = ruled({0: standing})
@@ -132,7 +130,7 @@ def since(begin: float, *ranks: int, work: StepPoint | None = None) -> Callable[
     return standing
 
 
-def test_all_replicas_that_stall_at_once_are_waited_out_also_if_one_wakes_up_a_little_later() -> None:
+def test_all_replicas_that_stall_at_once_are_waited_out_also_if_one_wakes_up_a_little_later():
     story = Story().tell(5)
     began = story.now
     story.tell(20, since(began, 1, 3, 5)).tell(2, since(began, 5)).tell(5)
@@ -141,7 +139,7 @@ def test_all_replicas_that_stall_at_once_are_waited_out_also_if_one_wakes_up_a_l
     assert story.cleared == {1: 20.0, 3: 20.0, 5: 22.0}
 
 
-def test_one_that_does_not_wake_up_with_the_others_is_given_up() -> None:
+def test_one_that_does_not_wake_up_with_the_others_is_given_up():
     story = Story().tell(5)
     began = story.now
     story.tell(20, since(began, 1, 3, 5)).tell(10, since(began, 5))
@@ -149,7 +147,7 @@ def test_one_that_does_not_wake_up_with_the_others_is_given_up() -> None:
     assert LIMIT / 2 - TICK <= story.evicted[5] - began - 20 <= LIMIT
 
 
-def test_who_redoes_a_micro_batch_that_held_up_another_may_take_ten_times_as_long() -> None:
+def test_who_redoes_a_micro_batch_that_held_up_another_may_take_ten_times_as_long():
     story, place = Story(), (7, "micro-batch 3")
     story.tell(6, since(story.now, 1, work=place))
     assert story.evicted.keys() == {1}
@@ -163,20 +161,20 @@ def test_who_redoes_a_micro_batch_that_held_up_another_may_take_ten_times_as_lon
     assert story.evicted.keys() == {1, 3}, "now it is the last one"
 
 
-def test_a_micro_batch_that_is_slow_in_one_stage_may_be_slow_in_the_next() -> None:
+def test_a_micro_batch_that_is_slow_in_one_stage_may_be_slow_in_the_next():
     story, place = Story(), (7, "micro-batch 3")
     story.tell(6, since(story.now, 0, work=place)).tell(40, since(story.now + 6, 1, work=place))
     assert story.evicted.keys() == {0}
 
 
-def test_another_micro_batch_or_step_has_the_usual_limit() -> None:
+def test_another_micro_batch_or_step_has_the_usual_limit():
     story = Story()
     story.tell(6, since(story.now, 1, work=(7, "micro-batch 3")))
     story.tell(6, since(story.now, 3, work=(7, "micro-batch 4")))
     assert story.evicted.keys() == {1, 3}
 
 
-def test_two_that_were_stuck_at_the_same_time_do_not_excuse_each_other() -> None:
+def test_two_that_were_stuck_at_the_same_time_do_not_excuse_each_other():
     story, place = Story(), (7, "STEP")
     began = story.now
     story.tell(1, since(began, 1, work=place))
@@ -186,9 +184,7 @@ def test_two_that_were_stuck_at_the_same_time_do_not_excuse_each_other() -> None
 
 
 @pytest.mark.parametrize(("after", "evicted"), [(0.0, {1}), (-1.0, {1, 3})])
-def test_a_peer_that_falls_silent_in_the_redone_step_is_waited_for_unless_it_fell_silent_before(
-    after: float, evicted: set[int]
-) -> None:
+def test_a_peer_that_falls_silent_in_the_redone_step_is_waited_for_unless_it_fell_silent_before(after, evicted):
     story = Story()
     first = story.now
     second = first + LIMIT + TICK + after
@@ -198,7 +194,7 @@ def test_a_peer_that_falls_silent_in_the_redone_step_is_waited_for_unless_it_fel
     assert story.evicted.keys() == evicted
 
 
-def test_a_peer_that_falls_silent_in_a_later_step_is_given_up_as_ever() -> None:
+def test_a_peer_that_falls_silent_in_a_later_step_is_given_up_as_ever():
     story = Story()
     story.tell(6, since(story.now, 1))
     story.step += 1
@@ -206,7 +202,7 @@ def test_a_peer_that_falls_silent_in_a_later_step_is_given_up_as_ever() -> None:
     assert story.evicted.keys() == {1, 3}
 
 
-def test_a_peer_that_is_late_now_and_then_delays_but_does_not_save_a_dead_worker() -> None:
+def test_a_peer_that_is_late_now_and_then_delays_but_does_not_save_a_dead_worker():
     """On a busy machine heartbeats come late."""
     story = Story(ALL - {4})
     began = story.now
@@ -258,9 +254,7 @@ class Grown:
 @pytest.mark.long
 @settings(max_examples=300, deadline=None)
 @given(changes=CHANGES)
-def test_nobody_is_given_up_before_its_bound_without_a_peer_that_is_well(
-    changes: list[tuple[float, list[int], str, int]],
-) -> None:
+def test_nobody_is_given_up_before_its_bound_without_a_peer_that_is_well(changes):
     run = Grown()
     for seconds, ranks, how, microbatch in [*changes, (250.0, [], "well", 0)]:
         for _ in range(int(seconds / TICK)):
@@ -282,9 +276,7 @@ def test_nobody_is_given_up_before_its_bound_without_a_peer_that_is_well(
 
 @settings(max_examples=100, deadline=None)
 @given(changes=CHANGES, lost=st.sampled_from([1, 3]), how=st.sampled_from(["silent", "stuck"]))
-def test_whoever_is_lost_is_found_in_time_while_a_peer_is_well(
-    changes: list[tuple[float, list[int], str, int]], lost: int, how: str
-) -> None:
+def test_whoever_is_lost_is_found_in_time_while_a_peer_is_well(changes, lost, how):
     """Worker (2, 1) stays well, whatever happens to the others; the lost one is at a place of its own."""
     run = Grown()
     for seconds, ranks, change, microbatch in changes:

@@ -48,7 +48,7 @@ def say(member: Member, what: Any) -> None:
 
 
 @pytest.mark.parametrize("name", _IMPOSSIBLE)
-def test_a_message_that_no_worker_sends_costs_its_sender_and_nobody_else(plane: ControlPlane, name: str) -> None:
+def test_a_message_that_no_worker_sends_costs_its_sender_and_nobody_else(plane, name):
     what, why = _IMPOSSIBLE[name]
     members = plane.members()
     say(members[3], what)
@@ -60,7 +60,7 @@ def test_a_message_that_no_worker_sends_costs_its_sender_and_nobody_else(plane: 
     assert plane.coordinator.wait(0) is None
 
 
-def test_a_checkpoint_is_no_news_after_a_generation_that_began_while_it_was_read(plane: ControlPlane) -> None:
+def test_a_checkpoint_is_no_news_after_a_generation_that_began_while_it_was_read(plane):
     members = plane.members()
     for member in members:
         say(member, m.Restored(member.client.rank, 6))
@@ -68,7 +68,7 @@ def test_a_checkpoint_is_no_news_after_a_generation_that_began_while_it_was_read
     assert not plane.events("failure")
 
 
-def test_a_loss_that_is_no_number_is_the_users_business(plane: ControlPlane) -> None:
+def test_a_loss_that_is_no_number_is_the_users_business(plane):
     members = plane.members()
     waiting = in_thread(members[0].client.await_loss, 0)
     members[1].client.send(m.Losses(1, 0, {0: 1.0, 1: math.nan}))
@@ -78,8 +78,8 @@ def test_a_loss_that_is_no_number_is_the_users_business(plane: ControlPlane) -> 
 
 @pytest.mark.parametrize("culprit", ["membership", "history"])
 def test_a_defect_of_the_coordinator_costs_the_worker_whose_message_shows_it_and_is_logged(
-    plane: ControlPlane, culprit: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    plane, culprit, monkeypatch, caplog
+):
     members = plane.members()
     original = coordinator_module.membership.transition
 
@@ -107,7 +107,7 @@ def test_a_defect_of_the_coordinator_costs_the_worker_whose_message_shows_it_and
 
 
 @pytest.mark.parametrize("introduced", [False, True], ids=["before its hello", "as a spare"])
-def test_who_stops_in_the_middle_of_a_message_holds_up_nobody(introduced: bool) -> None:
+def test_who_stops_in_the_middle_of_a_message_holds_up_nobody(introduced):
     with ControlPlane(heartbeat=HeartbeatTimeouts(600.0)) as plane:
         slow = plane.connection()
         if introduced:
@@ -125,7 +125,7 @@ def await_generation(connection: Any) -> None:
         pass
 
 
-def test_a_message_that_comes_in_pieces_arrives(plane: ControlPlane) -> None:
+def test_a_message_that_comes_in_pieces_arrives(plane):
     connection = plane.connection()
     for byte in bytes(encode(m.Hello(3, 1))):
         connection.send_bytes(bytes([byte]))
@@ -135,7 +135,7 @@ def test_a_message_that_comes_in_pieces_arrives(plane: ControlPlane) -> None:
     assert len(members) == 3
 
 
-def test_who_takes_no_messages_is_lost_after_the_timeout_and_holds_up_nobody() -> None:
+def test_who_takes_no_messages_is_lost_after_the_timeout_and_holds_up_nobody():
     with ControlPlane(heartbeat=HeartbeatTimeouts(8.0)) as plane:
         deaf = plane.connection()
         deaf.send(m.Hello(3, os.getpid()))
@@ -162,7 +162,7 @@ def test_who_takes_no_messages_is_lost_after_the_timeout_and_holds_up_nobody() -
         assert isinstance(beating.exception(PATIENCE), OSError | None)
 
 
-def test_what_a_slow_reader_has_not_taken_arrives_later_in_order() -> None:
+def test_what_a_slow_reader_has_not_taken_arrives_later_in_order():
     ours, theirs = socket.socketpair()
     sender, reader = NonBlockingConnection(ours, FrameBuffer(())), MessageConnection(theirs, FrameBuffer((m.Publish,)))
     sent = [m.Publish(0, number, "key", os.urandom(300_000)) for number in range(5)]
@@ -177,7 +177,7 @@ def test_what_a_slow_reader_has_not_taken_arrives_later_in_order() -> None:
     reader.close()
 
 
-def test_a_coordinator_that_says_nothing_is_given_up_and_one_that_shows_life_is_not() -> None:
+def test_a_coordinator_that_says_nothing_is_given_up_and_one_that_shows_life_is_not():
     ours, theirs = socket.socketpair()
     coordinator = NonBlockingConnection(ours, FrameBuffer(()))
     worker = MessageConnection(theirs, FrameBuffer(m.TO_WORKERS), quiet=1.0)
@@ -191,7 +191,7 @@ def test_a_coordinator_that_says_nothing_is_given_up_and_one_that_shows_life_is_
     coordinator.close()
 
 
-def test_the_coordinator_shows_life_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_coordinator_shows_life_to_all(monkeypatch):
     monkeypatch.setattr(coordinator_module, "SIGN_SECONDS", 0.2)
     with ControlPlane() as plane:
         plane.coordinator._next_sign = 0.0
@@ -202,7 +202,7 @@ def test_the_coordinator_shows_life_to_all(monkeypatch: pytest.MonkeyPatch) -> N
                 pass
 
 
-def test_a_worker_hears_at_once_for_how_long_the_coordinator_may_be_silent() -> None:
+def test_a_worker_hears_at_once_for_how_long_the_coordinator_may_be_silent():
     with ControlPlane(
         heartbeat=HeartbeatTimeouts(coordinator_timeout=1000.0)
     ) as plane:  # the next sign of life comes in 10 s
@@ -215,7 +215,7 @@ def test_a_worker_hears_at_once_for_how_long_the_coordinator_may_be_silent() -> 
         assert time.monotonic() - asked < 5.0
 
 
-def test_an_announced_length_costs_no_memory() -> None:
+def test_an_announced_length_costs_no_memory():
     inbox = FrameBuffer((m.Arrive,))
     inbox.feed(bytes(encode(m.Arrive(0, 0, "", None)))[:2] + (1 << 39).to_bytes(8, "big") + b"x" * 100)
     assert inbox.take() is None
@@ -292,11 +292,11 @@ def attack(plane: ControlPlane, examples: int) -> None:
     siege.end()
 
 
-def test_the_run_goes_on_whatever_strangers_say_to_its_port(plane: ControlPlane) -> None:
+def test_the_run_goes_on_whatever_strangers_say_to_its_port(plane):
     attack(plane, 200)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
-def test_the_run_goes_on_after_10_000_hostile_inputs(plane: ControlPlane) -> None:
+def test_the_run_goes_on_after_10_000_hostile_inputs(plane):
     attack(plane, 10_000)

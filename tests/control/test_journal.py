@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from support.waiting import next_line
@@ -21,13 +20,7 @@ from lightning_recycle.files import temporary_path
 KEY = b"the key of this test"
 KEPT = JournaledState(
     3,
-    Roster(
-        frozenset({0, 1, 3}),
-        leader=1,
-        joining=frozenset({3}),
-        dismissed={2: (4, 5)},
-        causes={2: "it died"},
-    ),
+    Roster(frozenset({0, 1, 3}), leader=1, joining=frozenset({3}), dismissed={2: (4, 5)}, causes={2: "it died"}),
     has_resumed=True,
     faults=Faults(2, (Remembered(0, 2, 0, (5, "F(0)"), 5),), disturbances=1),
     stop_round=StopRound(7, is_over=True, agreed=True),
@@ -37,7 +30,7 @@ KEPT = JournaledState(
 HOLDERS = {rank: Process(f"token {rank}", 100 + rank, "a node", "a space", rank) for rank in (0, 1, 3)}
 
 
-def test_the_next_coordinator_knows_what_the_one_before_wrote(tmp_path: Path) -> None:
+def test_the_next_coordinator_knows_what_the_one_before_wrote(tmp_path):
     first = Journal(tmp_path / "state", KEY)
     assert (first.kept, first.is_continued) == (None, False)
     first.write(KEPT, {**HOLDERS, 2: Process("of a lost one", 1, "")})
@@ -46,7 +39,7 @@ def test_the_next_coordinator_knows_what_the_one_before_wrote(tmp_path: Path) ->
     assert second.processes == HOLDERS
 
 
-def test_how_a_run_ended_is_known(tmp_path: Path) -> None:
+def test_how_a_run_ended_is_known(tmp_path):
     over = replace(KEPT, over=Over(StopReason.FINISHED, "", Answer(9, {0: True, 1: True, 3: False}, 1)))
     Journal(tmp_path / "state", KEY).write(over, HOLDERS)
     second = Journal(tmp_path / "state", KEY)
@@ -57,14 +50,14 @@ def test_how_a_run_ended_is_known(tmp_path: Path) -> None:
     assert third.run != Journal(tmp_path / "other", KEY).run
 
 
-def test_a_writer_that_dies_in_the_middle_leaves_what_was_there(tmp_path: Path) -> None:
+def test_a_writer_that_dies_in_the_middle_leaves_what_was_there(tmp_path):
     path = tmp_path / "state"
     Journal(path, KEY).write(KEPT, HOLDERS)
     temporary_path(path).write_bytes(path.read_bytes()[:100])  # as a writer that was killed leaves it
     assert Journal(path, KEY).kept == KEPT
 
 
-def test_a_file_that_was_removed_is_written_anew(tmp_path: Path) -> None:
+def test_a_file_that_was_removed_is_written_anew(tmp_path):
     path = tmp_path / "state"
     journal = Journal(path, KEY)
     path.unlink()
@@ -72,13 +65,13 @@ def test_a_file_that_was_removed_is_written_anew(tmp_path: Path) -> None:
     assert (Journal(path, KEY).kept, Journal(path, KEY).run) == (KEPT, journal.run)
 
 
-def test_what_was_written_for_another_run_is_not_believed(tmp_path: Path) -> None:
+def test_what_was_written_for_another_run_is_not_believed(tmp_path):
     path = tmp_path / "state"
     Journal(path, KEY).write(KEPT, HOLDERS)
     assert Journal(path, b"another key of a run").kept is None
 
 
-def test_bytes_that_are_no_journal_are_not_believed(tmp_path: Path) -> None:
+def test_bytes_that_are_no_journal_are_not_believed(tmp_path):
     path = tmp_path / "state"
     path.write_bytes(os.urandom(5000))
     assert Journal(path, KEY).kept is None
@@ -94,9 +87,7 @@ time.sleep(600)
 """
 
 
-def test_a_second_coordinator_is_refused_while_the_first_one_lives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_coordinator_is_refused_while_the_first_one_lives(tmp_path, monkeypatch):
     path = tmp_path / "state"
     holder = subprocess.Popen([sys.executable, "-c", _HOLDER, str(path)], stdout=subprocess.PIPE)
     try:
@@ -112,7 +103,7 @@ def test_a_second_coordinator_is_refused_while_the_first_one_lives(
     assert Journal(path, KEY).is_continued
 
 
-def test_the_default_place_is_the_users_folder_for_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_place_is_the_users_folder_for_state(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     expected = tmp_path / "lightning_recycle" / f"coordinator-{socket.gethostname()}-__1-29400.json"
     assert default_path(("::1", 29400)) == expected
@@ -122,14 +113,14 @@ def test_the_default_place_is_the_users_folder_for_state(tmp_path: Path, monkeyp
         default_path(("localhost", 29400))
 
 
-def test_the_key_is_not_in_the_file_and_only_its_owner_reads_it(tmp_path: Path) -> None:
+def test_the_key_is_not_in_the_file_and_only_its_owner_reads_it(tmp_path):
     path = tmp_path / "state"
     Journal(path, KEY).write(KEPT, HOLDERS)
     assert KEY not in path.read_bytes()
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_full_disk_leaves_nothing_that_could_be_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_nothing_that_could_be_believed(tmp_path, monkeypatch):
     path = tmp_path / "state"
     journal = Journal(path, KEY)
     journal.write(KEPT, HOLDERS)

@@ -48,9 +48,7 @@ def open_plans(open_planner: Callable[..., PlanProvider], monkeypatch: pytest.Mo
     ],
     ids=["as many layers as stages", "one huge layer", "memory", "unpicklable"],
 )
-def test_re_routing_goes_on(
-    open_plans: OpenPlans, seconds: tuple[float, ...], state: int, fixed: str, reason: str
-) -> None:
+def test_re_routing_goes_on(open_plans, seconds, state, fixed, reason):
     plans = open_plans("auto", 5_500)
     half = len(seconds) // 2
     cuts = (0, half, len(seconds))
@@ -85,9 +83,7 @@ def test_re_routing_goes_on(
     assert any(line.startswith("reroute") for line in lines)
 
 
-def test_a_defect_of_the_search_is_logged_with_its_traceback_and_re_routing_goes_on(
-    open_plans: OpenPlans, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_defect_of_the_search_is_logged_with_its_traceback_and_re_routing_goes_on(open_plans, monkeypatch, caplog):
     def ask(_: PlanningProcess, question: Question, *__: object, **___: object) -> Any:
         if getattr(question, "func", None) is plan_layout:
             raise UnexpectedError("TypeError: bad", "Traceback: line 1")
@@ -110,7 +106,7 @@ def test_a_defect_of_the_search_is_logged_with_its_traceback_and_re_routing_goes
 
 
 @pytest.mark.parametrize("dead", [Worker(0, 0), Worker(2, 1)])
-def test_layers_move_away_from_the_stage_that_has_lost_a_worker(open_plans: OpenPlans, dead: Worker) -> None:
+def test_layers_move_away_from_the_stage_that_has_lost_a_worker(open_plans, dead):
     plans = open_plans("always", "16 micro-batches")
     sizes = (10**6,) * 8
     for stage in range(2):

@@ -43,7 +43,7 @@ from lightning_recycle.planning.grid import Grid
     ],
     ids=repr,
 )  # fmt: skip
-def test_what_is_over_or_of_a_lost_worker_changes_nothing(stale: s.MembershipEvent) -> None:
+def test_what_is_over_or_of_a_lost_worker_changes_nothing(stale):
     state = running_without_3()
     assert transition(state, stale) == (state, ())
 
@@ -57,7 +57,7 @@ def test_what_is_over_or_of_a_lost_worker_changes_nothing(stale: s.MembershipEve
     ],
     ids=repr,
 )  # fmt: skip
-def test_messages_that_arrive_a_second_time_change_nothing(again: s.MembershipEvent) -> None:
+def test_messages_that_arrive_a_second_time_change_nothing(again):
     state = running()
     for step, name in enumerate(("first", "second")):
         events = [all_losses(step), *commits(ALL, 0, step), *applied(ALL, step)]
@@ -68,14 +68,14 @@ def test_messages_that_arrive_a_second_time_change_nothing(again: s.MembershipEv
 # ---------------------------------------------------------------------- the commit
 
 
-def test_commits_of_different_steps_end_the_run_instead_of_mixing_versions() -> None:
+def test_commits_of_different_steps_end_the_run_instead_of_mixing_versions():
     _, commands = feed(running(), *commits((0, 1, 2), 0, 0), *commits((3,), 0, 1))
     (failed,) = commands
     assert isinstance(failed, s.Failed)
     assert "[0, 1]" in failed.reason
 
 
-def test_a_stage_that_still_speculates_learns_with_the_resumption_what_another_one_knows_of_the_commit() -> None:
+def test_a_stage_that_still_speculates_learns_with_the_resumption_what_another_one_knows_of_the_commit():
     """Those that have heard the answer would not commit the step again, which others do again."""
     norms = {0: "norm of 0", 1: "norm of 1", 2: "norm of 2"}
 
@@ -122,9 +122,7 @@ def holds(rank: int, everywhere: dict[str, float], stage: dict[str, float], step
         pytest.param(holds(0, {}, {"lr": math.nan}), holds(2, {}, {"lr": math.nan}), [], id="nan"),
     ],
 )
-def test_workers_that_hold_different_values_after_a_step_end_the_run_and_are_named(
-    first: m.Applied, second: m.Applied, named: list[str]
-) -> None:
+def test_workers_that_hold_different_values_after_a_step_end_the_run_and_are_named(first, second, named):
     state, _ = feed(running(), first, second)
     assert isinstance(state.outcome, s.Failed) == bool(named)
     assert all(word in str(state.outcome) for word in named)
@@ -143,9 +141,7 @@ def test_workers_that_hold_different_values_after_a_step_end_the_run_and_are_nam
         pytest.param({2: 4, 0: 4}, (1, 1, 2, 1), {2}, id="another-stage-knows"),
     ],
 )
-def test_the_oldest_are_right_and_newcomers_that_differ_are_dismissed(
-    newcomers: dict[int, int], rates: tuple[int, ...], wrong: set[int] | None
-) -> None:
+def test_the_oldest_are_right_and_newcomers_that_differ_are_dismissed(newcomers, rates, wrong):
     state = running().with_roster(newcomers=newcomers)
     state, commands = feed(state, *(holds(rank, {"rate": rates[rank]}, {"lr": rates[rank]}) for rank in ALL))
     assert isinstance(state.outcome, s.Failed) == (wrong is None)
@@ -155,7 +151,7 @@ def test_the_oldest_are_right_and_newcomers_that_differ_are_dismissed(
         assert re.search(r"rate is 1 on worker .* and 2 on", record.details["cause"])
 
 
-def test_a_newcomer_that_is_no_copy_is_dismissed_and_the_second_is_the_last_of_its_position() -> None:
+def test_a_newcomer_that_is_no_copy_is_dismissed_and_the_second_is_the_last_of_its_position():
     state = running().with_roster(newcomers={3: 0})
     state, commands = feed(state, m.Differs(2, 4, "its weights differ"))
     assert commands == [], "only newcomers have a donor"
@@ -167,7 +163,7 @@ def test_a_newcomer_that_is_no_copy_is_dismissed_and_the_second_is_the_last_of_i
     assert state.vacant == ()
 
 
-def test_what_a_lost_worker_held_is_not_compared_and_no_step_is_remembered_for_long() -> None:
+def test_what_a_lost_worker_held_is_not_compared_and_no_step_is_remembered_for_long():
     state, _ = feed(running(), holds(3, {}, {"lr": 0.1}), s.Lost(3, "gone"), *reports((0, 1, 2), 1))
     state, _ = feed(
         state, *(holds(rank, {"epoch": step}, {"lr": 0.2}, step) for step in range(9) for rank in (0, 1, 2))
@@ -176,7 +172,7 @@ def test_what_a_lost_worker_held_is_not_compared_and_no_step_is_remembered_for_l
     assert (state.steps.version, state.steps.facts) == (9, {})
 
 
-def test_the_loss_is_the_mean_over_all_microbatches_and_is_told_to_all_once() -> None:
+def test_the_loss_is_the_mean_over_all_microbatches_and_is_told_to_all_once():
     state, commands = feed(running(), m.Losses(1, 0, {0: 1.0, 2: 3.0}))
     assert commands == []
     state, commands = feed(state, m.Losses(3, 0, {1: 2.0, 3: 6.0}))
@@ -188,7 +184,7 @@ def test_the_loss_is_the_mean_over_all_microbatches_and_is_told_to_all_once() ->
 # ---------------------------------------------------------------------- control collectives
 
 
-def test_workers_that_disagree_about_the_next_collective_end_the_run_with_both_names() -> None:
+def test_workers_that_disagree_about_the_next_collective_end_the_run_with_both_names():
     state, commands = feed(running(), m.Arrive(0, 7, "barrier fit_end", None), m.Arrive(1, 7, "broadcast", None))
     (failed,) = commands
     assert isinstance(failed, s.Failed)
@@ -196,7 +192,7 @@ def test_workers_that_disagree_about_the_next_collective_end_the_run_with_both_n
     assert "'barrier fit_end' and 'broadcast'" in failed.reason
 
 
-def test_an_answer_that_only_a_released_member_has_heard_is_given_anew_by_the_next_coordinator() -> None:
+def test_an_answer_that_only_a_released_member_has_heard_is_given_anew_by_the_next_coordinator():
     """As if it had been lost itself, like its sibling, which did not return."""
     grid, parts = Grid(2, 1, 1), {0: 5, 2: 7, 3: 8}  # ranks 0 and 1 are one position
     begun = s.initial_state(grid, members=2).with_generation(number=0)
@@ -211,7 +207,7 @@ def test_an_answer_that_only_a_released_member_has_heard_is_given_anew_by_the_ne
     assert [record.rank for record in records(scene.commands, "released")] == [0]
 
 
-def test_who_asks_to_stop_after_the_coordinator_was_started_again_has_heard_the_verdict_of_before() -> None:
+def test_who_asks_to_stop_after_the_coordinator_was_started_again_has_heard_the_verdict_of_before():
     """Nobody answers it when it asks: the round is over."""
     begun = s.initial_state(Grid(2, 1, 1)).with_generation(number=0)
     over = begun.with_collectives(stop_round=s.StopRound(6, is_over=True)).with_steps(after_step=m.AfterStep.END)
@@ -224,7 +220,7 @@ def beat(rank: int, begun: int) -> m.Heartbeat:
     return dummy(m.Heartbeat, rank=rank, begun=begun)
 
 
-def test_a_worker_that_has_begun_a_later_step_than_those_who_wait_for_it_ends_the_run() -> None:
+def test_a_worker_that_has_begun_a_later_step_than_those_who_wait_for_it_ends_the_run():
     waits = m.Arrive(1, 3, "self(x)", None, begun=4)
     state, commands = feed(running(), waits, beat(2, 4), beat(1, 4))
     assert commands == []  # it is in the same step and may still come
@@ -235,7 +231,7 @@ def test_a_worker_that_has_begun_a_later_step_than_those_who_wait_for_it_ends_th
     assert "is_global_zero" in failed.reason
 
 
-def test_nobody_is_missed_who_has_arrived_or_where_nobody_waits() -> None:
+def test_nobody_is_missed_who_has_arrived_or_where_nobody_waits():
     state, _ = feed(running(), m.Arrive(1, 3, "barrier", None, begun=4), m.Arrive(2, 3, "barrier", None, begun=4))
     state, commands = feed(state, beat(2, 5), beat(1, 5))  # an answered one would be as old as this
     assert commands == []
@@ -246,7 +242,7 @@ def test_nobody_is_missed_who_has_arrived_or_where_nobody_waits() -> None:
 # ---------------------------------------------------------------------- the end
 
 
-def test_losing_the_last_replica_of_a_stage_ends_the_run_and_names_stage_and_causes() -> None:
+def test_losing_the_last_replica_of_a_stage_ends_the_run_and_names_stage_and_causes():
     state, commands = feed(running(), s.Lost(1, "killed by SIGKILL"), *reports((0, 2, 3), 1), s.Lost(0, "unrelated"))
     state, commands = feed(state, s.Lost(3, "it was silent"))
     assert commands[-1] == s.StageLost(1, {1: "killed by SIGKILL", 3: "it was silent"})
@@ -266,15 +262,13 @@ def test_losing_the_last_replica_of_a_stage_ends_the_run_and_names_stage_and_cau
         ((2, 3), 3, {0: 2, 1: 3}),
     ],
 )
-def test_the_leader_is_the_live_last_stage_worker_of_the_lowest_pipeline(
-    live: tuple[int, ...], leader: int, of_columns: dict[int, int]
-) -> None:
+def test_the_leader_is_the_live_last_stage_worker_of_the_lowest_pipeline(live, leader, of_columns):
     state = s.initial_state(GRID).with_roster(live=frozenset(live))
     assert with_leader(state).roster.leader == leader
     assert state.positions.column_leaders(live) == of_columns
 
 
-def test_a_leader_that_was_chosen_as_nobody_was_known_to_have_a_state_gives_way_to_one_that_has() -> None:
+def test_a_leader_that_was_chosen_as_nobody_was_known_to_have_a_state_gives_way_to_one_that_has():
     """Worker 2 had got its state from 0, which is lost before that is known."""
 
     def at(rank: int, generation: int, version: int) -> m.Report:

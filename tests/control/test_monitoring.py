@@ -50,7 +50,7 @@ def states(status: Status) -> list[str]:
 # ---------------------------------------------------------------------- what the coordinator shows
 
 
-def test_a_run_is_seen_from_its_start_to_its_end(plane: ControlPlane) -> None:
+def test_a_run_is_seen_from_its_start_to_its_end(plane):
     status = seen(plane)
     assert (status.phase, status.generation, status.leader, status.step) == ("starting", -1, None, -1)
     assert states(status) == ["starting"] * 4
@@ -69,7 +69,7 @@ def test_a_run_is_seen_from_its_start_to_its_end(plane: ControlPlane) -> None:
     assert plane.coordinator.view().status.outcome == "Finished", "the last view stays"
 
 
-def test_a_lost_worker_its_cause_and_the_plan_without_it_are_seen(plane: ControlPlane) -> None:
+def test_a_lost_worker_its_cause_and_the_plan_without_it_are_seen(plane):
     members = plane.members()
     die(plane, members[2])
     together(*(member.join for member in (members[0], members[1], members[3])))
@@ -91,7 +91,7 @@ def test_a_lost_worker_its_cause_and_the_plan_without_it_are_seen(plane: Control
     assert sum(status.worker_seconds["failed"].values()) > 0
 
 
-def test_a_silent_worker_that_nobody_can_stand_in_for_is_seen_as_suspected() -> None:
+def test_a_silent_worker_that_nobody_can_stand_in_for_is_seen_as_suspected():
     with ControlPlane(heartbeat=HeartbeatTimeouts(0.5)) as plane:
         members = plane.members()
         for rank in (0, 2):  # both of stage 0, so neither is given up
@@ -105,7 +105,7 @@ def test_a_silent_worker_that_nobody_can_stand_in_for_is_seen_as_suspected() -> 
             assert position.cause
 
 
-def test_spares_and_replacements_are_seen() -> None:
+def test_spares_and_replacements_are_seen():
     with ControlPlane() as plane:
         members = plane.members()
         spare = plane.client(None)
@@ -118,7 +118,7 @@ def test_spares_and_replacements_are_seen() -> None:
         assert spare.await_assignment().rank == 2
 
 
-def test_a_replacement_that_is_being_started_has_no_process_yet() -> None:
+def test_a_replacement_that_is_being_started_has_no_process_yet():
     with ControlPlane(recovery=RecoveryOptions(max_restarts=10)) as plane:
         members = plane.members()
         die(plane, members[2])
@@ -127,9 +127,9 @@ def test_a_replacement_that_is_being_started_has_no_process_yet() -> None:
         assert (position.state, position.incarnation, position.pid) == (PositionState.JOINING, 1, None)
 
 
-def test_nothing_is_made_unless_somebody_asks_and_not_more_than_four_times_a_second() -> None:
+def test_nothing_is_made_unless_somebody_asks_and_not_more_than_four_times_a_second():
     made: list[int] = []
-    views: Any = Views(lambda: made.append(1) or len(made), lambda: None)  # type: ignore[func-returns-value]
+    views: Any = Views(lambda: made.append(1) or len(made), lambda: None)
     views.answer()
     assert made == []
     views._wake = views.answer
@@ -138,12 +138,12 @@ def test_nothing_is_made_unless_somebody_asks_and_not_more_than_four_times_a_sec
     assert [views.ask() for _ in range(2)] == [2, 2]
 
 
-def test_a_coordinator_that_does_not_answer_is_an_error_within_its_time() -> None:
+def test_a_coordinator_that_does_not_answer_is_an_error_within_its_time():
     with pytest.raises(ControlPlaneError, match=r"does not answer: it was asked 0\.1 s ago"):
         Views(lambda: 1, lambda: None).ask(0.1)
 
 
-def test_a_defect_of_who_looks_does_not_end_the_run(plane: ControlPlane, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_defect_of_who_looks_does_not_end_the_run(plane, monkeypatch):
     plane.members()
     monkeypatch.setattr(plane.coordinator._views, "_make", lambda: 1 // 0)
     with pytest.raises(ControlPlaneError, match="could not say how it is"):
@@ -158,7 +158,7 @@ def test_a_defect_of_who_looks_does_not_end_the_run(plane: ControlPlane, monkeyp
     plane.until(is_seen_again)
 
 
-def test_a_status_is_json_whatever_the_loss_is(plane: ControlPlane) -> None:
+def test_a_status_is_json_whatever_the_loss_is(plane):
     status = replace(seen(plane), loss=float("nan"))
     again = json.loads(json.dumps(plain(status), allow_nan=False))
     assert again["loss"] is None
@@ -177,7 +177,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(folder) / "runs"
 
 
-def test_a_place_with_too_long_a_path_is_passed_over(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_with_too_long_a_path_is_passed_over(runtime, monkeypatch):
     runtime.mkdir(mode=0o700)
     places = [runtime / ("a" * 120), runtime / "b"]
     monkeypatch.setattr(run_sockets, "_folders", lambda: iter(places))
@@ -202,7 +202,7 @@ def get(port: int, path: str, **headers: str) -> tuple[int, str, Any]:
     return response.status, response.read().decode(), response.headers
 
 
-def test_page_status_and_probes_are_served(plane: ControlPlane, runtime: Path) -> None:
+def test_page_status_and_probes_are_served(plane, runtime):
     plane.members()
     plane.until(lambda: seen(plane).phase == "training")
     with shown(plane) as port:
@@ -220,13 +220,13 @@ def test_page_status_and_probes_are_served(plane: ControlPlane, runtime: Path) -
         assert code == 200
 
 
-def test_no_run_is_healthy_and_not_ready(runtime: Path) -> None:
+def test_no_run_is_healthy_and_not_ready(runtime):
     with shown(None) as port:
         assert get(port, "/healthz")[0] == 200
         assert get(port, "/readyz")[0] == get(port, "/status")[0] == 503
 
 
-def test_only_reading_is_possible(plane: ControlPlane, runtime: Path) -> None:
+def test_only_reading_is_possible(plane, runtime):
     with shown(plane) as port:
         for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
             connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
@@ -234,14 +234,14 @@ def test_only_reading_is_possible(plane: ControlPlane, runtime: Path) -> None:
             assert connection.getresponse().status == 501
 
 
-def test_no_thread_is_left_when_it_has_ended(plane: ControlPlane, runtime: Path) -> None:
+def test_no_thread_is_left_when_it_has_ended(plane, runtime):
     for _ in range(20):
         with shown(plane):
             pass
         assert [thread.name for thread in threading.enumerate() if thread.name == "recycle-status"] == []
 
 
-def test_a_page_from_elsewhere_cannot_read_it_through_the_browser(plane: ControlPlane, runtime: Path) -> None:
+def test_a_page_from_elsewhere_cannot_read_it_through_the_browser(plane, runtime):
     """DNS rebinding: its name leads to 127.0.0.1, and the browser sends that name."""
     with shown(plane) as port:
         assert get(port, "/status", Host="attacker.example")[0] == 403
@@ -257,9 +257,7 @@ def answers(port: int, path: str = "/status") -> bool:
         return False
 
 
-def test_connections_are_bounded_in_number_and_time(
-    plane: ControlPlane, runtime: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_connections_are_bounded_in_number_and_time(plane, runtime, monkeypatch):
     monkeypatch.setattr(monitor_module, "_CONNECTION_SECONDS", 1.0)
     with shown(plane) as port:
         held = [socket.create_connection(("127.0.0.1", port)) for _ in range(monitor_module._MOST_CONNECTIONS)]
@@ -275,9 +273,7 @@ def test_connections_are_bounded_in_number_and_time(
         plane.until(lambda: answers(port))
 
 
-def test_a_default_timeout_of_the_users_script_is_none_of_the_server(
-    runtime: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_default_timeout_of_the_users_script_is_none_of_the_server(runtime, caplog):
     socket.setdefaulttimeout(0.05)
     try:
         with served(Monitor("x"), ("127.0.0.1", 0)):
@@ -287,7 +283,7 @@ def test_a_default_timeout_of_the_users_script_is_none_of_the_server(
     assert not caplog.records
 
 
-def test_an_address_that_is_taken_is_an_error_that_says_so(runtime: Path) -> None:
+def test_an_address_that_is_taken_is_an_error_that_says_so(runtime):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = taken.getsockname()
         reason = r"status of the run cannot be shown.*another process listens"
@@ -295,7 +291,7 @@ def test_an_address_that_is_taken_is_an_error_that_says_so(runtime: Path) -> Non
             pass
 
 
-def test_another_interface_is_served_with_a_warning(runtime: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_interface_is_served_with_a_warning(runtime, caplog):
     with served(Monitor("x"), ("0.0.0.0", 0)):
         assert "without authentication" in caplog.text
 
@@ -303,9 +299,7 @@ def test_another_interface_is_served_with_a_warning(runtime: Path, caplog: pytes
 # ---------------------------------------------------------------------- for this user on this machine
 
 
-def test_a_run_is_found_without_an_address_and_leaves_nothing(
-    plane: ControlPlane, runtime: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_found_without_an_address_and_leaves_nothing(plane, runtime, capsys):
     assert status_command.main([]) == 1
     assert "no run of this user" in capsys.readouterr().err
     plane.members()
@@ -335,9 +329,7 @@ def test_a_run_is_found_without_an_address_and_leaves_nothing(
     assert not runtime.exists()
 
 
-def test_lines_of_a_pipe_are_whole_and_the_last_one_stands_alone(
-    plane: ControlPlane, runtime: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lines_of_a_pipe_are_whole_and_the_last_one_stands_alone(plane, runtime, monkeypatch, capsys):
     name = f"{'a long name ' * 9}of a script"
     plane.members()
     answers = [1, 1]
@@ -358,9 +350,7 @@ def test_lines_of_a_pipe_are_whole_and_the_last_one_stands_alone(
     assert all(line == line.rstrip() for line in lines)
 
 
-def test_failures_are_shown_with_their_numbers_and_causes(
-    plane: ControlPlane, runtime: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failures_are_shown_with_their_numbers_and_causes(plane, runtime, capsys):
     members = plane.members()
     die(plane, members[2])
     together(*(member.step for member in (members[0], members[1], members[3])))
@@ -373,9 +363,7 @@ def test_failures_are_shown_with_their_numbers_and_causes(
     assert re.search(r"^\(1, 0\) +lost ", output, re.M)
 
 
-def test_watching_waits_for_a_start_and_for_a_run_that_is_too_busy_to_answer(
-    plane: ControlPlane, runtime: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_watching_waits_for_a_start_and_for_a_run_that_is_too_busy_to_answer(plane, runtime, monkeypatch, capsys):
     plane.members()
     with shown(plane, http=False):
         (target,) = status_command._targets(None)
@@ -403,7 +391,7 @@ def test_watching_waits_for_a_start_and_for_a_run_that_is_too_busy_to_answer(
     ]
 
 
-def test_of_several_runs_one_is_watched(plane: ControlPlane, runtime: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_of_several_runs_one_is_watched(plane, runtime, capsys):
     with shown(plane, http=False), shown(plane, "other.py", http=False):
         assert status_command.main(["--watch"]) == 2
     assert "--watch shows one run, and there are 2: give one of the ids" in capsys.readouterr().err
@@ -418,12 +406,12 @@ def test_of_several_runs_one_is_watched(plane: ControlPlane, runtime: Path, caps
         ("host:80", "--watch host:80: give the address before it: recycle-status host:80 --watch."),
     ],
 )
-def test_what_watch_is_to_be_is_said_by_what_it_is(typed: str, answer: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_watch_is_to_be_is_said_by_what_it_is(typed, answer, capsys):
     assert status_command.main(["--watch", typed]) == 2
     assert capsys.readouterr().err == f"recycle-status: {answer}\n"
 
 
-def test_what_a_killed_process_left_is_removed(runtime: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_killed_process_left_is_removed(runtime, capsys):
     code = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); s.listen()"
     runtime.mkdir(mode=0o700)
     dead = runtime / "1-00.sock"
@@ -434,9 +422,7 @@ def test_what_a_killed_process_left_is_removed(runtime: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("how", ["open", "link"])
-def test_a_folder_that_others_can_enter_is_neither_used_nor_read(
-    how: str, runtime: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_that_others_can_enter_is_neither_used_nor_read(how, runtime, tmp_path, caplog):
     if how == "open":
         runtime.mkdir()
         runtime.chmod(0o755)
@@ -449,7 +435,7 @@ def test_a_folder_that_others_can_enter_is_neither_used_nor_read(
         assert run_sockets.sockets() == []
 
 
-def test_the_command_starts_quickly_and_without_torch() -> None:
+def test_the_command_starts_quickly_and_without_torch():
     code = (
         "import sys, lightning_recycle.control.monitoring.status_command, rich.live, rich.table\n"
         "print({m.split('.')[0] for m in sys.modules} & {'torch', 'lightning', 'numpy', 'msgspec', 'hydra'})"
@@ -465,20 +451,18 @@ def test_the_command_starts_quickly_and_without_torch() -> None:
         ("99999999", "no run in process"),
     ],
 )
-def test_an_address_where_nothing_is_ends_with_1_and_says_so(
-    address: str, reason: str, runtime: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_address_where_nothing_is_ends_with_1_and_says_so(address, reason, runtime, capsys):
     assert status_command.main([address]) == 1
     assert reason in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("address", ["nowhere", "10.0.0.1:http", "10.0.0.1:99999"])
-def test_what_is_no_address_is_bad_input(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_address_is_bad_input(address, capsys):
     assert status_command.main([address]) == 2
     assert f"{address!r} is no address: give host:port" in capsys.readouterr().err
 
 
-def test_a_server_of_something_else_is_no_coordinator(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_of_something_else_is_no_coordinator(capsys):
     with socket.create_server(("127.0.0.1", 0)) as other:
 
         def answer() -> None:
@@ -495,9 +479,7 @@ def test_a_server_of_something_else_is_no_coordinator(capsys: pytest.CaptureFixt
 HOSTILE = "\x1b]0;owned\x07<img src=x onerror=alert(1)>[red]\x1b[2J"
 
 
-def test_what_workers_say_is_shown_and_not_obeyed(
-    plane: ControlPlane, runtime: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_workers_say_is_shown_and_not_obeyed(plane, runtime, monkeypatch, capsys):
     plane.members()
     monkeypatch.setattr(plane.coordinator._history, "processes", {0: (HOSTILE, 1)})
     plane.coordinator._history.digest.failures.append(Event("failure", 0.0, 0, 0, (0, 0), 0.0, {"cause": HOSTILE}))
@@ -512,9 +494,7 @@ def test_what_workers_say_is_shown_and_not_obeyed(
 # ---------------------------------------------------------------------- metrics
 
 
-def test_without_the_package_the_metrics_say_what_to_install(
-    plane: ControlPlane, runtime: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_package_the_metrics_say_what_to_install(plane, runtime, monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with shown(plane) as port:
         code, content, _ = get(port, "/metrics")
@@ -523,7 +503,7 @@ def test_without_the_package_the_metrics_say_what_to_install(
 
 
 @pytest.mark.parametrize("accept", ["text/plain", "application/openmetrics-text; version=1.0.0"])
-def test_the_metrics_are_what_the_package_s_own_parser_reads(plane: ControlPlane, runtime: Path, accept: str) -> None:
+def test_the_metrics_are_what_the_package_s_own_parser_reads(plane, runtime, accept):
     pytest.importorskip("prometheus_client", reason="the extra 'metrics' is not installed")
     from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
     from prometheus_client.parser import text_string_to_metric_families as read_text
@@ -547,7 +527,7 @@ def test_the_metrics_are_what_the_package_s_own_parser_reads(plane: ControlPlane
     assert status["phase"] == "training"
 
 
-def test_the_metrics_of_no_run_say_that_there_is_none(runtime: Path) -> None:
+def test_the_metrics_of_no_run_say_that_there_is_none(runtime):
     pytest.importorskip("prometheus_client", reason="the extra 'metrics' is not installed")
     with shown(None) as port, urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as response:
         lines = response.read().decode().splitlines()
@@ -564,7 +544,7 @@ def coordinator(*options: str, **environment: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("how", ["option", "environment"])
-def test_a_standalone_coordinator_is_seen_before_its_first_worker(how: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_standalone_coordinator_is_seen_before_its_first_worker(how, capsys):
     port = free_port("127.0.0.1")
     told: Any = {"RECYCLE_HTTP": str(port)} if how == "environment" else {}
     with coordinator(*([] if told else ["--http", str(port)]), **told) as process:
@@ -581,7 +561,7 @@ def test_a_standalone_coordinator_is_seen_before_its_first_worker(how: str, caps
 
 
 @pytest.mark.parametrize("wrong", ["nowhere", "taken"])
-def test_a_standalone_coordinator_refuses_an_address_for_its_status_that_cannot_be(wrong: str) -> None:
+def test_a_standalone_coordinator_refuses_an_address_for_its_status_that_cannot_be(wrong):
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = "nowhere" if wrong == "nowhere" else str(other.getsockname()[1])
         process = coordinator("--http", address)

@@ -5,7 +5,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations
-from pathlib import Path
 
 import pytest
 from slow_planners import Failing
@@ -46,30 +45,30 @@ def planner(open_planner: Callable[..., PlanProvider]) -> PlanProvider:
 
 
 def adopted(planner: PlanProvider, slow: Worker = SLOW) -> Schedule:
-    problem = replace(planner.plan(ALL, {}).problem, costs=Costs.uniform(2, 2.0), worker_factors={slow: 2.0})  # type: ignore[arg-type]
+    problem = replace(planner.plan(ALL, {}).problem, costs=Costs.uniform(2, 2.0), worker_factors={slow: 2.0})
     schedule = heuristic(problem)
     planner.adopt(schedule)
     return schedule
 
 
-def test_an_adopted_plan_is_the_plan_for_its_workers(planner: PlanProvider) -> None:
+def test_an_adopted_plan_is_the_plan_for_its_workers(planner):
     schedule = adopted(planner)
     assert planner.plan(ALL, MEASURED) is schedule
 
 
-def test_plans_for_failures_know_who_is_slow_and_what_operations_take(planner: PlanProvider) -> None:
+def test_plans_for_failures_know_who_is_slow_and_what_operations_take(planner):
     adopted(planner)
     problem = planner.plan(frozenset({Worker(0, 1)}), {}).problem
     assert problem.worker_factors == ((SLOW, 2.0),)
     assert problem.costs == Costs.uniform(2, 2.0)
 
 
-def test_the_speed_of_the_dead_does_not_matter(planner: PlanProvider) -> None:
+def test_the_speed_of_the_dead_does_not_matter(planner):
     adopted(planner)
     assert planner.plan(frozenset({SLOW}), {}).problem.worker_factors == ()
 
 
-def test_another_process_in_the_place_of_a_slow_worker_is_not_taken_for_slow(planner: PlanProvider) -> None:
+def test_another_process_in_the_place_of_a_slow_worker_is_not_taken_for_slow(planner):
     before = planner.plan(ALL, {})
     adopted(planner)
     planner.assumptions.forget([SLOW])
@@ -79,7 +78,7 @@ def test_another_process_in_the_place_of_a_slow_worker_is_not_taken_for_slow(pla
     assert planner.plan(ALL, {}) is schedule
 
 
-def test_what_a_slow_worker_measured_counts_once(planner: PlanProvider) -> None:
+def test_what_a_slow_worker_measured_counts_once(planner):
     """The times of a stage are those that its first worker measured, which may be the slow one."""
     slow = Worker(0, 1)
     schedule = adopted(planner, slow)
@@ -89,9 +88,7 @@ def test_what_a_slow_worker_measured_counts_once(planner: PlanProvider) -> None:
     assert timed.problem.costs == replace(Costs.uniform(2, 2.0, 2.0, 2.0, 0.5, 1.0))
 
 
-def test_a_long_run_keeps_the_plans_that_it_needed_last_and_the_fault_free_one(
-    planner: PlanProvider, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_run_keeps_the_plans_that_it_needed_last_and_the_fault_free_one(planner, monkeypatch):
     before = planner.plan(ALL, {})
     monkeypatch.setattr(plan_provider, "_KEPT_OPERATIONS", 2 * 3 * GRID.global_microbatches * GRID.stages)
     first, second, third = (
@@ -108,9 +105,7 @@ def test_a_long_run_keeps_the_plans_that_it_needed_last_and_the_fault_free_one(
     assert planner.plan(ALL, {}) is before
 
 
-def test_planning_ahead_for_every_failure_takes_one_plan_for_each_distribution(
-    open_planner: Callable[..., PlanProvider],
-) -> None:
+def test_planning_ahead_for_every_failure_takes_one_plan_for_each_distribution(open_planner):
     asked: list[Problem] = []
 
     class Counted(HeuristicPlanner):
@@ -155,9 +150,7 @@ class Poor(HeuristicPlanner):
         return one_at_a_time(problem)
 
 
-def test_a_users_planner_plans_ahead_and_improves_what_the_heuristic_made_in_need(
-    open_planner: Callable[..., PlanProvider], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_users_planner_plans_ahead_and_improves_what_the_heuristic_made_in_need(open_planner, monkeypatch):
     monkeypatch.setattr(plan_provider, "HeuristicPlanner", Poor)
     planner = open_planner(Grid(2, 3, 4), Patient())
     planner.prepare()
@@ -180,9 +173,7 @@ def test_a_users_planner_plans_ahead_and_improves_what_the_heuristic_made_in_nee
     assert following.period == heuristic(following.problem).period
 
 
-def test_a_planner_that_fails_leaves_the_heuristics_plan_and_is_not_asked_again(
-    open_planner: Callable[..., PlanProvider], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_planner_that_fails_leaves_the_heuristics_plan_and_is_not_asked_again(open_planner, caplog):
     planner = open_planner(Grid(2, 2, 2), Failing())
     for _ in range(2):
         planner.plan_ahead(ALL, {})
@@ -195,9 +186,7 @@ def test_a_planner_that_fails_leaves_the_heuristics_plan_and_is_not_asked_again(
     assert planner.source == "ahead"
 
 
-def test_a_solver_is_asked_before_the_run_alone(
-    open_planner: Callable[..., PlanProvider], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_solver_is_asked_before_the_run_alone(open_planner, monkeypatch):
     asked: list[Problem] = []
 
     def solve(planner: ExactPlanner, problem: Problem) -> PlanResult:
@@ -215,9 +204,7 @@ def test_a_solver_is_asked_before_the_run_alone(
     assert asked == [schedule.problem]
 
 
-def test_a_plan_of_the_library_needs_no_planner(
-    open_planner: Callable[..., PlanProvider], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_plan_of_the_library_needs_no_planner(open_planner, tmp_path, caplog):
     """Neither the fault-free one, nor the next ones; where there is none, it is said why."""
     base = Problem(GRID, Costs.uniform(2, 0.01))
     problems = [base, *contingencies(base, 1, 99), *contingencies(base, 2, 99)]
@@ -240,7 +227,7 @@ def test_a_plan_of_the_library_needs_no_planner(
     )
 
 
-def test_at_least_one_schedule_is_kept_of_any_grid() -> None:
+def test_at_least_one_schedule_is_kept_of_any_grid():
     assert ReadyPlans(Grid(3, 4, 6)).capacity > 1000
     assert ReadyPlans(Grid(64, 64, 1024)).capacity == 1
 
@@ -248,9 +235,7 @@ def test_at_least_one_schedule_is_kept_of_any_grid() -> None:
 # ---------------------------------------------------------------------- layers that stages share
 
 
-def test_plans_of_a_layout_with_shared_layers_are_made_for_micro_batches_that_differ(
-    open_planner: Callable[..., PlanProvider],
-) -> None:
+def test_plans_of_a_layout_with_shared_layers_are_made_for_micro_batches_that_differ(open_planner):
     grid, cuts = Grid(3, 2, 8), (0, 2.4, 5)
     slots = (1.0,) * 5
     layers = LayerCosts(slots, slots, slots)

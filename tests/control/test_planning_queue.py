@@ -101,7 +101,7 @@ def found(planner: PlanningQueue, count: int) -> list[Any]:
     return answers
 
 
-def test_answers_are_published_wherever_they_were_found(planner: PlanningQueue) -> None:
+def test_answers_are_published_wherever_they_were_found(planner):
     woken = threading.Semaphore(0)
     planner.wake = woken.release
     planner.begin(
@@ -115,7 +115,7 @@ def test_answers_are_published_wherever_they_were_found(planner: PlanningQueue) 
     assert planner.take() == []
 
 
-def test_a_job_gets_the_reason_where_there_is_no_answer_and_goes_on(planner: PlanningQueue) -> None:
+def test_a_job_gets_the_reason_where_there_is_no_answer_and_goes_on(planner):
     questions = [
         InThread(Value(PlanningError("no room"))),
         InThread(Value(ValueError("a bug of a user's planner"))),
@@ -130,7 +130,7 @@ def test_a_job_gets_the_reason_where_there_is_no_answer_and_goes_on(planner: Pla
     assert last == 5
 
 
-def test_a_job_with_a_bug_ends_alone(planner: PlanningQueue, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_job_with_a_bug_ends_alone(planner, caplog):
     def wrong() -> Job:
         yield None
         raise ValueError("a bug")
@@ -141,7 +141,7 @@ def test_a_job_with_a_bug_ends_alone(planner: PlanningQueue, caplog: pytest.LogC
     assert "a bug" in caplog.text
 
 
-def test_the_most_urgent_question_comes_first_and_the_others_are_asked_again(planner: PlanningQueue) -> None:
+def test_the_most_urgent_question_comes_first_and_the_others_are_asked_again(planner):
     slow = Waiting()
     planner.begin(Urgency.AHEAD, publishing(planner, InThread(slow)))
     assert slow.asked.acquire(timeout=PATIENCE)
@@ -155,7 +155,7 @@ def test_the_most_urgent_question_comes_first_and_the_others_are_asked_again(pla
     assert found(planner, 3) == ["waited", "layout", "drift"]
 
 
-def test_a_less_urgent_question_waits(planner: PlanningQueue) -> None:
+def test_a_less_urgent_question_waits(planner):
     slow = Waiting()
     planner.begin(Urgency.LAYOUT, publishing(planner, InThread(slow)))
     assert slow.asked.acquire(timeout=PATIENCE)
@@ -168,7 +168,7 @@ def test_a_less_urgent_question_waits(planner: PlanningQueue) -> None:
 
 
 @pytest.mark.parametrize("how", ["replaced", "dropped"])
-def test_what_is_not_wanted_any_more_is_given_up(planner: PlanningQueue, how: str) -> None:
+def test_what_is_not_wanted_any_more_is_given_up(planner, how):
     slow = Waiting()
     planner.begin(Urgency.LAYOUT, publishing(planner, InThread(slow), InThread(Value("the next of an old job"))))
     assert slow.asked.acquire(timeout=PATIENCE)
@@ -181,7 +181,7 @@ def test_what_is_not_wanted_any_more_is_given_up(planner: PlanningQueue, how: st
     assert planner.take() == []
 
 
-def test_a_question_that_takes_too_long_has_no_answer(planner: PlanningQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_question_that_takes_too_long_has_no_answer(planner, monkeypatch):
     monkeypatch.setattr(child_process, "_TIME_LIMIT", 0.2)
     planner.begin(Urgency.AHEAD, publishing(planner, Endless(), InThread(Value("next"))))
     reason, last = found(planner, 2)
@@ -189,7 +189,7 @@ def test_a_question_that_takes_too_long_has_no_answer(planner: PlanningQueue, mo
     assert last == "next"
 
 
-def test_a_closed_planner_begins_nothing(planner: PlanningQueue) -> None:
+def test_a_closed_planner_begins_nothing(planner):
     planner.begin(Urgency.AHEAD, publishing(planner, InThread(Waiting())))
     planner.close()
     planner.begin(Urgency.AHEAD, publishing(planner, InThread(Value(1))))
@@ -197,7 +197,7 @@ def test_a_closed_planner_begins_nothing(planner: PlanningQueue) -> None:
     assert planner.take() == []
 
 
-def test_many_jobs_begun_by_many_threads_all_end(planner: PlanningQueue) -> None:
+def test_many_jobs_begun_by_many_threads_all_end(planner):
     """Whatever is replaced, dropped and interrupted: the newest job of each urgency is done."""
     ends: dict[Urgency, int] = {}
 
@@ -237,7 +237,7 @@ class Slow(HeuristicPlanner):
         return found
 
 
-def test_a_run_that_is_over_leaves_no_thread() -> None:
+def test_a_run_that_is_over_leaves_no_thread():
     planner = PlanProvider(Grid(2, 2, 2), PlanningOptions(planner=Slow()))
     planner.plan_ahead(frozenset(), {})
     assert Slow.began.wait(60)
@@ -246,7 +246,7 @@ def test_a_run_that_is_over_leaves_no_thread() -> None:
 
 
 @pytest.mark.parametrize("begins", [False, True])
-def test_a_run_that_has_nothing_to_plan_leaves_no_thread(begins: bool) -> None:
+def test_a_run_that_has_nothing_to_plan_leaves_no_thread(begins):
     planner = PlanProvider(Grid(2, 2, 2), PlanningOptions())
     if begins:
         planner.plan_ahead(frozenset(), {})
@@ -261,7 +261,7 @@ def plan_again_and_again(problem: Problem, planner: str) -> None:
 
 
 @pytest.mark.parametrize(("grid", "planner"), [(Grid(8, 8, 32), "heuristic"), (Grid(3, 4, 6), "highs")])
-def test_a_plan_that_is_not_wanted_is_given_up_wherever_it_is_made(grid: Grid, planner: str) -> None:
+def test_a_plan_that_is_not_wanted_is_given_up_wherever_it_is_made(grid, planner):
     unwanted = threading.Event()
     threading.Timer(0.2, unwanted.set).start()
     with cancelled_by(unwanted), pytest.raises(Cancelled):
@@ -290,7 +290,7 @@ def answer(plans: RunPlans) -> Any:
     return proposal
 
 
-def test_the_answer_is_the_planners_with_the_time_that_it_took(look_for: Callable[[Any], RunPlans]) -> None:
+def test_the_answer_is_the_planners_with_the_time_that_it_took(look_for):
     proposal = answer(look_for(HeuristicPlanner()))
     assert proposal.schedule == heuristic(SLOW.of(PROBLEM))
     assert proposal.before == 24
@@ -298,11 +298,11 @@ def test_the_answer_is_the_planners_with_the_time_that_it_took(look_for: Callabl
 
 
 @pytest.mark.parametrize("planner", [Failing(), Unpicklable()])
-def test_a_planner_that_fails_is_no_answer(look_for: Callable[[Any], RunPlans], planner: Any) -> None:
+def test_a_planner_that_fails_is_no_answer(look_for, planner):
     assert answer(look_for(planner)) is None
 
 
-def test_a_planner_that_cannot_be_sent_is_refused_before_the_run() -> None:
+def test_a_planner_that_cannot_be_sent_is_refused_before_the_run():
     own = type("OfThisProcess", (Failing,), {"__module__": "__main__"})
     for planner, why in ((Unpicklable(), "lock"), (own(), "its class is in the script")):
         with pytest.raises(ConfigurationError, match=f"cannot be sent there: .*{why}.*Define its class in a module"):

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from support.planning_in_background import is_idle
@@ -74,7 +73,7 @@ def peaks(planner: PlanProvider, failed: frozenset[Worker]) -> tuple[int, int]:
     return max(map(schedule.peak_in_flight, schedule.live_workers)), int(max(memory))
 
 
-def test_a_survivor_does_not_hold_all_micro_batches(planner: PlanProvider) -> None:
+def test_a_survivor_does_not_hold_all_micro_batches(planner):
     """It held 16 of 16 where nothing limited it."""
     assert peaks(planner, FAILED)[0] == 2, "nothing is measured: as in 1F1B"
     planner.assumptions.measured(everywhere())
@@ -83,7 +82,7 @@ def test_a_survivor_does_not_hold_all_micro_batches(planner: PlanProvider) -> No
     assert 2 <= in_flight <= 6
 
 
-def test_a_plan_made_ahead_that_does_not_fit_any_more_is_not_used(planner: PlanProvider) -> None:
+def test_a_plan_made_ahead_that_does_not_fit_any_more_is_not_used(planner):
     planner.assumptions.measured(everywhere())
     planner.plan_ahead(ALL, {})
     assert wait_for(lambda: is_idle(planner.background), 60)
@@ -94,7 +93,7 @@ def test_a_plan_made_ahead_that_does_not_fit_any_more_is_not_used(planner: PlanP
     assert planner.source == "made"
 
 
-def test_what_does_not_fit_is_said_once(planner: PlanProvider, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_does_not_fit_is_said_once(planner, caplog):
     planner.assumptions.measured(everywhere(after_forward=450))
     with caplog.at_level(logging.WARNING):
         assert peaks(planner, FAILED)[0] == 1
@@ -110,7 +109,7 @@ def three_steps(planner: PlanProvider, plans: RunPlans) -> None:
     assert wait_for(lambda: is_idle(planner.background), 60)
 
 
-def test_a_better_plan_for_the_memory_there_is_replaces_the_first_one(planner: PlanProvider, plans: RunPlans) -> None:
+def test_a_better_plan_for_the_memory_there_is_replaces_the_first_one(planner, plans):
     seconds = {stage: {"F": 1.0, "B": 1.0, "W": 1.0} for stage in range(2)}
     plans.measurements.operation_seconds = seconds
     for rank in range(4):
@@ -128,7 +127,7 @@ def test_a_better_plan_for_the_memory_there_is_replaces_the_first_one(planner: P
     assert plans.better() == []
 
 
-def test_a_plan_that_does_not_fit_is_replaced_by_a_longer_one(planner: PlanProvider, plans: RunPlans) -> None:
+def test_a_plan_that_does_not_fit_is_replaced_by_a_longer_one(planner, plans):
     for rank in range(4):
         worker, held = GRID.worker(rank), footprint(after_forward=300, after_backward=300, checkpoint=300)
         plans.take(worker, Measured(rank, footprint=held))
@@ -138,9 +137,7 @@ def test_a_plan_that_does_not_fit_is_replaced_by_a_longer_one(planner: PlanProvi
     assert max(map(ready.schedule.peak_in_flight, ready.schedule.live_workers)) == 1
 
 
-def test_a_plan_for_the_memory_there_is_that_is_longer_does_not_replace_the_first_one(
-    planner: PlanProvider, plans: RunPlans, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_for_the_memory_there_is_that_is_longer_does_not_replace_the_first_one(planner, plans, monkeypatch):
     """It was kept as the plan for those who train now, although they had refused it."""
     plans.measurements.operation_seconds = {stage: {"F": 1.0, "B": 1.0, "W": 1.0} for stage in range(2)}
     first = plans.schedules[-1].period
@@ -158,9 +155,7 @@ def test_a_plan_for_the_memory_there_is_that_is_longer_does_not_replace_the_firs
     assert planner.source == "ahead"
 
 
-def test_a_plan_that_cannot_be_made_is_named_by_what_it_was_for(
-    planner: PlanProvider, plans: RunPlans, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_plan_that_cannot_be_made_is_named_by_what_it_was_for(planner, plans, monkeypatch, caplog):
     def fail(*_: object) -> PlanAnswer:
         raise PlanningError("no room")
 
@@ -176,9 +171,7 @@ def test_a_plan_that_cannot_be_made_is_named_by_what_it_was_for(
 
 
 @pytest.mark.parametrize("recompute", [True, False])
-def test_forwards_are_computed_again_instead_of_one_at_a_time(
-    open_planner: Callable[..., PlanProvider], recompute: bool
-) -> None:
+def test_forwards_are_computed_again_instead_of_one_at_a_time(open_planner, recompute):
     planner = open_planner(GRID, memory=500, activation_checkpointing="auto" if recompute else "never")
     planner.prepare()
     planner.assumptions.measured(everywhere(after_forward=300, after_backward=300, checkpoint=20))
@@ -195,8 +188,8 @@ def test_forwards_are_computed_again_instead_of_one_at_a_time(
     ids=str,
 )
 def test_plans_made_offline_are_found_and_are_as_short_as_those_of_a_run_without_a_library(
-    open_planner: Callable[..., PlanProvider], grid: Grid, tmp_path: Path
-) -> None:
+    open_planner, grid, tmp_path
+):
     """They kept to the number of micro-batches of 1F1B, 4 to 18 % longer; those made for bytes were never found."""
     stage = StageProfile(0.01, 0.01, 0.01, activation_bytes=100, waiting_bytes=100)
     save_profile(tmp_path / "profile.json", Profile((stage,) * grid.stages))
@@ -236,9 +229,7 @@ def test_plans_made_offline_are_found_and_are_as_short_as_those_of_a_run_without
         assert periods == pytest.approx(alone), memory
 
 
-def test_plans_of_the_library_stay_if_they_fit_and_are_improved(
-    open_planner: Callable[..., PlanProvider], tmp_path: Path
-) -> None:
+def test_plans_of_the_library_stay_if_they_fit_and_are_improved(open_planner, tmp_path):
     base = Problem(GRID, Costs.uniform(2))
     limited = [replace(base, failed=failed, in_flight_limit=usual_limit(GRID, failed)) for failed in (ALL, FAILED)]
     PlanLibrary(tmp_path, "heuristic").compute(limited)

@@ -2,13 +2,11 @@
 
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import pytest
 
 from lightning_recycle.control.protocol.messages import Adoption, Decision, WorkerStatus
 from lightning_recycle.control.protocol.recovery import (
-    Action,
     Adopt,
     Apply,
     AwaitPeers,
@@ -68,14 +66,14 @@ def obey(status: WorkerStatus, decision: Decision) -> WorkerStatus:
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_committed_version_is_what_the_slowest_stage_can_reach(grid: Grid) -> None:
+def test_committed_version_is_what_the_slowest_stage_can_reach(grid):
     for statuses in reachable_statuses(grid):
         decision = decide(statuses)
         assert decision.version == min(best_version(statuses, stage) for stage in range(grid.stages)), statuses
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_donors_hold_the_gradient_that_they_give(grid: Grid) -> None:
+def test_donors_hold_the_gradient_that_they_give(grid):
     adoptions = 0
     for statuses in reachable_statuses(grid):
         for adoption in decide(statuses).adoptions:
@@ -86,7 +84,7 @@ def test_donors_hold_the_gradient_that_they_give(grid: Grid) -> None:
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_survivors_that_obey_can_run_the_step_and_nothing_reduced_is_dropped(grid: Grid) -> None:
+def test_survivors_that_obey_can_run_the_step_and_nothing_reduced_is_dropped(grid):
     for statuses in reachable_statuses(grid):
         decision = decide(statuses)
         for status in statuses.values():
@@ -99,7 +97,7 @@ def test_survivors_that_obey_can_run_the_step_and_nothing_reduced_is_dropped(gri
 
 
 @pytest.mark.parametrize("grid", [grid for grid in GRIDS if grid.num_workers <= 4], ids=str)
-def test_an_interrupted_recovery_leaves_statuses_from_which_another_one_is_possible(grid: Grid) -> None:
+def test_an_interrupted_recovery_leaves_statuses_from_which_another_one_is_possible(grid):
     """Whoever survives the second failure has obeyed or not; every mixture has a decision of at least this version."""
     for statuses in reachable_statuses(grid):
         first = decide(statuses)
@@ -119,7 +117,7 @@ def without_its_loss(grid: Grid) -> Iterator[dict[int, WorkerStatus]]:
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_a_step_without_its_loss_is_not_committed_and_nothing_reduced_is_dropped(grid: Grid) -> None:
+def test_a_step_without_its_loss_is_not_committed_and_nothing_reduced_is_dropped(grid):
     all_ahead = 0
     for statuses in without_its_loss(grid):
         decision = decide(statuses, known_losses=T)
@@ -136,7 +134,7 @@ def test_a_step_without_its_loss_is_not_committed_and_nothing_reduced_is_dropped
 
 
 @pytest.mark.parametrize("grid", [grid for grid in GRIDS if grid.num_workers <= 4], ids=str)
-def test_once_the_loss_is_known_an_interrupted_recovery_goes_on_to_the_commit(grid: Grid) -> None:
+def test_once_the_loss_is_known_an_interrupted_recovery_goes_on_to_the_commit(grid):
     """The loss comes while some have obeyed the first decision and others have not."""
     for statuses in without_its_loss(grid):
         first = decide(statuses, known_losses=T)
@@ -149,7 +147,7 @@ def test_once_the_loss_is_known_an_interrupted_recovery_goes_on_to_the_commit(gr
             assert decide(mixed, known_losses=T + 1) == decide(mixed), (statuses, mixed)
 
 
-def test_a_step_that_all_have_reduced_without_its_loss_is_computed_again_for_the_loss_only() -> None:
+def test_a_step_that_all_have_reduced_without_its_loss_is_computed_again_for_the_loss_only():
     statuses = {0: WorkerStatus(0, T, True), 1: WorkerStatus(1, T, False), 3: WorkerStatus(1, T, True)}
     assert decide(statuses, known_losses=T) == Decision(T, frozenset({0, 1}), (Adoption(1, T, 3),))
 
@@ -162,9 +160,7 @@ def test_a_step_that_all_have_reduced_without_its_loss_is_computed_again_for_the
         ({0: WorkerStatus(0, T, False), 2: WorkerStatus(0, T + 2, False)}, "column 0 spans versions"),
     ],
 )
-def test_statuses_that_the_protocol_cannot_produce_are_an_error(
-    statuses: dict[int, WorkerStatus], message: str
-) -> None:
+def test_statuses_that_the_protocol_cannot_produce_are_an_error(statuses, message):
     with pytest.raises(ReCycleError, match=message):
         decide(statuses)
 
@@ -198,9 +194,7 @@ LATE = Decision(T + 1, frozenset({0}), (Adoption(0, T + 1, 2),))
         ((-1, False), HERE, {"donors": {0: 2}}, [Take(2)]),
     ],
 )
-def test_actions_of_a_worker_in_a_recovery(
-    status: tuple[int, bool], decision: Decision, options: dict[str, Any], expected: list[Action]
-) -> None:
+def test_actions_of_a_worker_in_a_recovery(status, decision, options, expected):
     arguments = {"donors": {}, "commits": False, "tied": False, **options}
     assert actions(0, WorkerStatus(0, *status), decision, **arguments) == tuple(expected)
 
@@ -216,15 +210,15 @@ def test_actions_of_a_worker_in_a_recovery(
     ],
 )
 def test_a_speculative_step_is_confirmed_first_if_the_step_is_committed_or_all_contributions_to_it_are_known(
-    decision: Decision, options: dict[str, Any], expected: list[Action]
-) -> None:
+    decision, options, expected
+):
     arguments = {"donors": {}, "commits": False, "tied": False, **options}
     status = WorkerStatus(0, T + 1, False, speculative=True)
     assert status.commit_step == T
     assert actions(0, status, decision, **arguments) == tuple(expected)
 
 
-def test_a_worker_never_applies_a_gradient_that_it_lacks() -> None:
+def test_a_worker_never_applies_a_gradient_that_it_lacks():
     with pytest.raises(ReCycleError, match="worker 0 is to apply step 5, whose gradient it lacks"):
         actions(0, WorkerStatus(0, T, False), Decision(T + 1, frozenset(), ()), {}, commits=False, tied=False)
 
@@ -237,11 +231,11 @@ def test_a_worker_never_applies_a_gradient_that_it_lacks() -> None:
         (T + 1, False, Part(computes_weights=False, reduces=False, buffers=T + 1, applies=False, awaits_peers=True)),
     ],
 )
-def test_what_a_worker_does_of_a_step_leaves_alone_what_is_done(version: int, reduced: bool, expected: Part) -> None:
+def test_what_a_worker_does_of_a_step_leaves_alone_what_is_done(version, reduced, expected):
     assert part_of(T, version, reduced, idle_peer=True) == expected
 
 
-def test_nobody_goes_back_to_parameters_that_it_has_not_kept() -> None:
+def test_nobody_goes_back_to_parameters_that_it_has_not_kept():
     statuses = {0: WorkerStatus(0, 5, False, has_shadow=False), 1: WorkerStatus(1, 4, False)}
     with pytest.raises(ReCycleError, match=r"column 0 has applied step 4, .* has not kept the parameters"):
         decide(statuses)

@@ -100,21 +100,21 @@ def named(options: dict[str, Any]) -> str:
 
 
 @over(SAMPLE)
-def test_every_promise_holds_in_a_sample_of_histories_which_meets_every_kind_of_trouble(histories: range) -> None:
+def test_every_promise_holds_in_a_sample_of_histories_which_meets_every_kind_of_trouble(histories):
     met = play(histories)
     assert met["Failed"] < len(histories) / 25, "that takes a link that nobody can do without"
     assert not {kind for kind in MEETS if not met[kind]}
 
 
 @over(SAMPLE_OF_VARIANTS)
-def test_a_run_that_is_told_to_end_does_so_after_one_step_with_all_workers(histories: range) -> None:
+def test_a_run_that_is_told_to_end_does_so_after_one_step_with_all_workers(histories):
     met = play(histories, ends=True)
     assert met["Ended"] > len(histories) / 3
 
 
 @pytest.mark.parametrize("ends", [False, True])
 @over(SAMPLE_OF_VARIANTS)
-def test_workers_that_want_to_stop_all_stop_at_the_same_place(histories: range, ends: bool) -> None:
+def test_workers_that_want_to_stop_all_stop_at_the_same_place(histories, ends):
     met = play(histories, ends=ends, stops=True)
     assert met["stopped at once"] > len(histories) / 20
     assert met["stop_requested"] > len(histories) / 20
@@ -122,7 +122,7 @@ def test_workers_that_want_to_stop_all_stop_at_the_same_place(histories: range, 
 
 @pytest.mark.parametrize("kills", [False, True])
 @over(SAMPLE_OF_VARIANTS)
-def test_a_generation_whose_plan_takes_long_goes_on_as_if_its_last_report_had(histories: range, kills: bool) -> None:
+def test_a_generation_whose_plan_takes_long_goes_on_as_if_its_last_report_had(histories, kills):
     met = play(histories, kills=kills, plans_late=True)
     assert met["held"] > len(histories) / 2
 
@@ -146,7 +146,7 @@ MEETS_WHEN_KILLED = {
 
 @pytest.mark.parametrize("stops", [False, True])
 @over(SAMPLE_WHEN_KILLED)
-def test_every_promise_holds_when_the_coordinator_is_killed_at_any_moment(histories: range, stops: bool) -> None:
+def test_every_promise_holds_when_the_coordinator_is_killed_at_any_moment(histories, stops):
     met = play(histories, kills=True, stops=stops)
     assert met["Finished"] > len(histories) / 2
     assert histories.start or not {kind for kind in MEETS_WHEN_KILLED if not met[kind]}
@@ -155,7 +155,7 @@ def test_every_promise_holds_when_the_coordinator_is_killed_at_any_moment(histor
 
 @pytest.mark.parametrize("kills", [False, True])
 @over(SAMPLE_OF_VARIANTS)
-def test_a_checkpoint_is_complete_or_given_up_once_for_all(histories: range, kills: bool) -> None:
+def test_a_checkpoint_is_complete_or_given_up_once_for_all(histories, kills):
     met = play(histories, saves=True, kills=kills)
     assert met["Finished"] > len(histories) / 2
     met_all = ("rejoined", "save complete", "save given up", "save asked for again", "save without a name")
@@ -164,7 +164,7 @@ def test_a_checkpoint_is_complete_or_given_up_once_for_all(histories: range, kil
 
 @pytest.mark.parametrize("kills", [False, True])
 @over(SAMPLE_OF_VARIANTS)
-def test_every_promise_holds_when_layers_move(histories: range, kills: bool) -> None:
+def test_every_promise_holds_when_layers_move(histories, kills):
     met = play(histories, kills=kills, layouts=True)
     assert met["layers_moved"] > len(histories) / 20
     assert met["layers under way"] > met["layers_moved"], "none was undone"
@@ -173,14 +173,14 @@ def test_every_promise_holds_when_layers_move(histories: range, kills: bool) -> 
 
 @pytest.mark.parametrize("kills", [False, True])
 @over(SAMPLE_OF_VARIANTS)
-def test_no_stage_keeps_what_it_made_of_a_wrong_result(histories: range, kills: bool) -> None:
+def test_no_stage_keeps_what_it_made_of_a_wrong_result(histories, kills):
     met = play(histories, kills=kills, checks=True)
     assert met["evicted after an error"] > len(histories) / 10
 
 
 @pytest.mark.parametrize("kills", [False, True])
 @over(SAMPLE_OF_VARIANTS)
-def test_a_worker_that_joins_with_other_values_goes_and_nothing_of_it_is_kept(histories: range, kills: bool) -> None:
+def test_a_worker_that_joins_with_other_values_goes_and_nothing_of_it_is_kept(histories, kills):
     met = play(histories, kills=kills, strays=True)
     assert met["dismissed"] > len(histories) / 10
     assert met["miscopied"] > len(histories) / 50
@@ -193,9 +193,7 @@ def test_a_worker_that_joins_with_other_values_goes_and_nothing_of_it_is_kept(hi
 )
 @pytest.mark.parametrize("lanes", [False, True], ids=["", "more lanes than pipelines"])
 @over(SAMPLE_WITH_FEWER)
-def test_every_promise_holds_when_the_run_begins_with_fewer_workers(
-    histories: range, lanes: bool, more: dict[str, bool]
-) -> None:
+def test_every_promise_holds_when_the_run_begins_with_fewer_workers(histories, lanes, more):
     met = play(histories, quorum=True, lanes=lanes, **more)
     assert met["began with fewer"] > len(histories) / 2
     assert met["rejoined"] > len(histories) / 10
@@ -204,19 +202,15 @@ def test_every_promise_holds_when_the_run_begins_with_fewer_workers(
 MEETS_WITH_MEMBERS = {"a stage ahead in part", "rejoined", "released"}
 
 
-@pytest.mark.parametrize(
-    "more",
-    [{}, {"ends": True}, {"strays": True}, {"kills": True, "stops": True}],
-    ids=named,
-)
+@pytest.mark.parametrize("more", [{}, {"ends": True}, {"strays": True}, {"kills": True, "stops": True}], ids=named)
 @over(SAMPLE_OF_MEMBERS)
-def test_every_promise_holds_where_positions_have_two_members(histories: range, more: dict[str, bool]) -> None:
+def test_every_promise_holds_where_positions_have_two_members(histories, more):
     met = play(histories, members=2, plans_late=True, **more)
     assert not {kind for kind in MEETS_WITH_MEMBERS if not met[kind]}
 
 
 @over(SAMPLE_OF_MEMBERS)
-def test_every_promise_holds_where_positions_have_three_members(histories: range) -> None:
+def test_every_promise_holds_where_positions_have_three_members(histories):
     met = play(histories, members=3)
     assert not {kind for kind in MEETS_WITH_MEMBERS if not met[kind]}
 
@@ -227,7 +221,7 @@ MEETS_IN_HOOKS = {"hook", "hook goes on", "left in a hook", "rejoined"}
 @pytest.mark.parametrize("members", [2, 3])
 @pytest.mark.parametrize("kills", [False, True])
 @over(SAMPLE_OF_MEMBERS)
-def test_a_hook_that_runs_collectives_of_its_position_runs_once(histories: range, members: int, kills: bool) -> None:
+def test_a_hook_that_runs_collectives_of_its_position_runs_once(histories, members, kills):
     met = play(histories, members=members, kills=kills, hooks=True)
     assert not {kind for kind in MEETS_IN_HOOKS if not met[kind]}
     assert bool(met["HookEntered told again"]) == kills
@@ -251,18 +245,18 @@ EXHAUSTIVE: list[dict[str, Any]] = [
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("options", EXHAUSTIVE, ids=named)
 @pytest.mark.parametrize("tens_of_thousands", range(10))
-def test_every_promise_holds_in_100_000_histories(tens_of_thousands: int, options: dict[str, Any]) -> None:
+def test_every_promise_holds_in_100_000_histories(tens_of_thousands, options):
     first = 10_000 * tens_of_thousands
     play(range(first, first + 10_000), **options)
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_a_step_that_was_confirmed_before_a_loss_is_not_speculative_again(ends: bool) -> None:
+def test_a_step_that_was_confirmed_before_a_loss_is_not_speculative_again(ends):
     assert check_histories([11_670], ends=ends)["Ended" if ends else "Finished"]
 
 
 @pytest.mark.parametrize("listener", [0, 2], ids=["released", "member"])
-def test_an_answer_is_given_once_unless_only_those_have_heard_it_that_are_no_members_any_more(listener: int) -> None:
+def test_an_answer_is_given_once_unless_only_those_have_heard_it_that_are_no_members_any_more(listener):
     """Rank 1 does not return to the next coordinator, which releases its sibling 0 as all others are there."""
     run = Run(0, members=2)
     promises, before, after = run.promises, run.state, run.state.without({1})
@@ -280,7 +274,7 @@ def test_an_answer_is_given_once_unless_only_those_have_heard_it_that_are_no_mem
 
 
 @pytest.mark.parametrize("is_member", [False, True], ids=["released", "member"])
-def test_all_begin_a_batch_with_the_same_holders_but_those_that_are_no_members_any_more(is_member: bool) -> None:
+def test_all_begin_a_batch_with_the_same_holders_but_those_that_are_no_members_any_more(is_member):
     """A released worker may have heard of other holders, and lives until it hears that it is released."""
     run = Run(0, members=2)
     promises, workers = run.promises, run._connections
@@ -296,7 +290,7 @@ def test_all_begin_a_batch_with_the_same_holders_but_those_that_are_no_members_a
         promises.on_saves_begun(workers[max(workers)], (2, 3), False)
 
 
-def test_a_history_is_reproduced_by_its_number() -> None:
+def test_a_history_is_reproduced_by_its_number():
     def lines(seed: int) -> list[str]:
         told: list[str] = []
         Run(seed, trace=told.append).run()
@@ -695,7 +689,7 @@ HUNTS: list[tuple[dict[str, Any], list[tuple[str, Any, str, str, str]]]] = [
 ALL = [(options, *mutation) for options, mutations in HUNTS for mutation in mutations]
 
 
-def test_every_mutation_applies_to_the_protocol_as_it_is() -> None:
+def test_every_mutation_applies_to_the_protocol_as_it_is():
     for _, _, owner, name, old, new in ALL:
         broken(owner, name, old, new)
 
@@ -704,9 +698,7 @@ def test_every_mutation_applies_to_the_protocol_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("options", "mutation", "owner", "name", "old", "new"), sampled(ALL, 40), ids=[mutation for _, mutation, *_ in ALL]
 )
-def test_it_is_noticed_when(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], mutation: str, owner: Any, name: str, old: str, new: str
-) -> None:
+def test_it_is_noticed_when(monkeypatch, options, mutation, owner, name, old, new):
     original, function = getattr(owner, name), broken(owner, name, old, new)
     for namespace in [vars(module) for module in list(sys.modules.values())]:
         if str(namespace.get("__file__", "")).startswith(SOURCES):
@@ -716,7 +708,7 @@ def test_it_is_noticed_when(
     for handlers in (membership._HANDLERS, membership._MEMBER_HANDLERS, membership._MILESTONE_HANDLERS):
         for kind, handler in handlers.items():
             if handler is original:
-                monkeypatch.setitem(handlers, kind, function)  # type: ignore[arg-type]
+                monkeypatch.setitem(handlers, kind, function)
     monkeypatch.setattr(owner, name, function)
     first = HUNT_FROM.get(mutation, 0)
     plans_late = "members" in options and not first  # what is known of later ones was met without

@@ -33,13 +33,13 @@ BROKEN: dict[str, Callable[[s.MembershipState], s.MembershipState]] = {
 
 
 @pytest.mark.parametrize("rule", BROKEN)
-def test_a_state_that_breaks_a_rule_is_named(rule: str) -> None:
+def test_a_state_that_breaks_a_rule_is_named(rule):
     before = running() if rule != "generations are numbered upwards" else running_without_3()
     with pytest.raises(AssertionError, match=rule):
         s.validate(before, BROKEN[rule](before))
 
 
-def test_every_transition_and_every_message_of_the_tests_is_checked() -> None:
+def test_every_transition_and_every_message_of_the_tests_is_checked():
     assert s.VALIDATES
     with pytest.raises(AssertionError, match="no step is applied before its loss is known"):
         transition(running(), m.Applied(0, 0, {}))
@@ -59,11 +59,11 @@ def test_every_transition_and_every_message_of_the_tests_is_checked() -> None:
         (WorkerStatus(0, 7, False, speculative=True), StepState.APPLIED),
     ],
 )
-def test_the_state_of_a_worker_in_step_5(status: WorkerStatus, state: StepState) -> None:
+def test_the_state_of_a_worker_in_step_5(status, state):
     assert status.state_in(5) is state
 
 
-def test_each_rank_has_one_standing() -> None:
+def test_each_rank_has_one_standing():
     state = running_without_3()
     assert [state.standing(rank) for rank in ALL] == [Standing.LIVE] * 3 + [Standing.VACANT]
     assert s.initial_state(state.grid).standing(0) is Standing.AWAITED

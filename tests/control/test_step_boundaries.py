@@ -3,16 +3,7 @@
 from collections.abc import Iterable
 
 import pytest
-from membership_feed import (
-    all_losses,
-    applied,
-    feed,
-    given,
-    messages,
-    report,
-    reports,
-    running_without_3,
-)
+from membership_feed import all_losses, applied, feed, given, messages, report, reports, running_without_3
 
 from lightning_recycle.control.protocol import messages as m
 from lightning_recycle.control.protocol import state as s
@@ -83,9 +74,7 @@ STAGES_OF_A_PAUSE: dict[str, list[s.MembershipEvent]] = {
 
 
 @pytest.mark.parametrize("events", STAGES_OF_A_PAUSE.values(), ids=STAGES_OF_A_PAUSE)
-def test_a_loss_during_a_pause_cancels_it_and_it_is_asked_for_again_after_the_next_resume(
-    events: list[s.MembershipEvent],
-) -> None:
+def test_a_loss_during_a_pause_cancels_it_and_it_is_asked_for_again_after_the_next_resume(events):
     state, commands = feed(running_without_3(), m.Ready(3), *events, s.Lost(2, "gone"))
     assert messages(commands, m.Regroup)[-1] == m.Regroup(2, (0, 1), 1), "worker 3 enters at a boundary only"
     assert state.generation.pause is None
@@ -123,9 +112,7 @@ def pausing(*events: s.MembershipEvent) -> s.MembershipState:
         ),
     ],
 )  # fmt: skip
-def test_words_that_are_late_early_or_of_another_change_nothing(
-    state: s.MembershipState, words: list[s.MembershipEvent]
-) -> None:
+def test_words_that_are_late_early_or_of_another_change_nothing(state, words):
     for event in words:
         assert transition(state, event) == (state, ()), event
 
@@ -136,7 +123,7 @@ def test_words_that_are_late_early_or_of_another_change_nothing(
 PLAN = s.PlanReady(THREE, "a plan", {"gain": 0.3})
 
 
-def test_another_plan_begins_at_a_step_that_nobody_has_begun_and_nobody_stops_there() -> None:
+def test_another_plan_begins_at_a_step_that_nobody_has_begun_and_nobody_stops_there():
     state, commands = feed(running_without_3(), PLAN)
     assert commands == [s.Send(THREE, m.Pause(1, 0))]
     state, commands = feed(state, *paused((0, 2), 1, 4))
@@ -151,7 +138,7 @@ def test_another_plan_begins_at_a_step_that_nobody_has_begun_and_nobody_stops_th
     )
 
 
-def test_a_newer_plan_replaces_one_that_has_not_begun() -> None:
+def test_a_newer_plan_replaces_one_that_has_not_begun():
     _, commands = feed(running_without_3(), PLAN, s.PlanReady(THREE, "a better one"), *paused(THREE, 1, 0))
     assert [c for c in commands if isinstance(c, s.Send)][1:] == [s.Send(THREE, m.Boundary(1, 1), "a better one")]
     assert len(messages(commands, m.Pause)) == 1

@@ -131,7 +131,7 @@ def prepare(_: int) -> None:
     info.dataset.factor = 2
 
 
-def test_processes_that_the_user_prepares_read_what_others_would_have_read_too() -> None:
+def test_processes_that_the_user_prepares_read_what_others_would_have_read_too():
     source = loader(Prepared(), Grid(2, 1, 2), 4, num_workers=2, worker_init_fn=prepare)
     with closing(source):
         for epoch in range(2):
@@ -143,7 +143,7 @@ def test_processes_that_the_user_prepares_read_what_others_would_have_read_too()
 
 @pytest.mark.parametrize("shuffle", [False, True], ids=["in order", "shuffled"])
 @pytest.mark.parametrize(("grid", "batch_size"), GRIDS, ids=str)
-def test_every_sample_is_in_exactly_one_microbatch_of_an_epoch(grid: Grid, batch_size: int, shuffle: bool) -> None:
+def test_every_sample_is_in_exactly_one_microbatch_of_an_epoch(grid, batch_size, shuffle):
     global_batch = grid.pipelines * batch_size
     source = loader(Numbers(5 * global_batch + global_batch - 1), grid, batch_size, shuffle=shuffle)
     assert len(source) == 5, "a trailing incomplete global batch is dropped"
@@ -158,7 +158,7 @@ def test_every_sample_is_in_exactly_one_microbatch_of_an_epoch(grid: Grid, batch
 
 
 @pytest.mark.parametrize(("grid", "batch_size"), GRIDS, ids=str)
-def test_without_shuffling_pipeline_d_gets_every_dth_sample_of_a_contiguous_block(grid: Grid, batch_size: int) -> None:
+def test_without_shuffling_pipeline_d_gets_every_dth_sample_of_a_contiguous_block(grid, batch_size):
     source = loader(Numbers(100), grid, batch_size)
     for step in range(len(source)):
         block = range(step * grid.pipelines * batch_size, (step + 1) * grid.pipelines * batch_size)
@@ -172,7 +172,7 @@ def test_without_shuffling_pipeline_d_gets_every_dth_sample_of_a_contiguous_bloc
 
 
 @pytest.mark.parametrize("shuffle", [False, True], ids=["in order", "shuffled"])
-def test_a_global_microbatch_depends_on_d_times_m_only(shuffle: bool) -> None:
+def test_a_global_microbatch_depends_on_d_times_m_only(shuffle):
     expected = None
     for grid, batch_size in ((Grid(1, 1, 6), 12), (Grid(2, 3, 3), 6), (Grid(3, 2, 2), 4), (Grid(6, 1, 1), 2)):
         source = loader(Augmented(40), grid, batch_size, shuffle=shuffle)
@@ -181,12 +181,12 @@ def test_a_global_microbatch_depends_on_d_times_m_only(shuffle: bool) -> None:
         assert all(same(a, b) for a, b in zip(found, expected, strict=True)), grid
 
 
-def test_global_indices_number_the_microbatches_of_a_step() -> None:
+def test_global_indices_number_the_microbatches_of_a_step():
     grid = Grid(3, 2, 4)
     assert sorted(global_index(grid, mb) for mb in grid.all_microbatches()) == list(range(12))
 
 
-def test_shuffling_depends_on_seed_and_epoch_and_on_nothing_else() -> None:
+def test_shuffling_depends_on_seed_and_epoch_and_on_nothing_else():
     def order(seed: int, epoch: int) -> list[int]:
         source = loader(Numbers(64), Grid(1, 1, 1), 64, shuffle=True, seed=seed)
         return step_data(source, epoch, 0)[0].tolist()
@@ -201,14 +201,14 @@ def test_shuffling_depends_on_seed_and_epoch_and_on_nothing_else() -> None:
     assert order(1, 0) != first
 
 
-def test_going_back_to_an_earlier_epoch_gives_its_order_again() -> None:
+def test_going_back_to_an_earlier_epoch_gives_its_order_again():
     source = loader(Numbers(32), Grid(2, 1, 2), 4, shuffle=True)
     first = step_data(source, 0, 1)
     step_data(source, 1, 0)
     assert same(step_data(source, 0, 1), first)
 
 
-def test_iterating_yields_the_steps_of_the_epoch_that_lightning_set() -> None:
+def test_iterating_yields_the_steps_of_the_epoch_that_lightning_set():
     source = loader(Numbers(32), Grid(2, 1, 2), 4)
     steps = iter(source)
     source.set_epoch(3)  # after creating the iterator, as Lightning does
@@ -218,7 +218,7 @@ def test_iterating_yields_the_steps_of_the_epoch_that_lightning_set() -> None:
 # ---------------------------------------------------------------------- randomness
 
 
-def test_augmentation_is_drawn_by_sample_and_epoch_whoever_fetches() -> None:
+def test_augmentation_is_drawn_by_sample_and_epoch_whoever_fetches():
     grid = Grid(2, 1, 2)
     mine, other = loader(Augmented(16), grid, 4), loader(Augmented(16), grid, 4, pipeline=1)
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
@@ -231,7 +231,7 @@ def test_augmentation_is_drawn_by_sample_and_epoch_whoever_fetches() -> None:
     assert len(set(rows[:, 1].tolist())) == len(rows), "every sample has draws of its own"
 
 
-def test_fetching_leaves_the_generators_of_the_process_alone() -> None:
+def test_fetching_leaves_the_generators_of_the_process_alone():
     source = loader(Augmented(16), Grid(1, 1, 1), 16, shuffle=True)
     torch.manual_seed(1), random.seed(1)
     expected = (torch.rand(()).item(), random.random())
@@ -241,7 +241,7 @@ def test_fetching_leaves_the_generators_of_the_process_alone() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_collate_function_that_draws_gives_the_same_whoever_calls_it(num_workers: int) -> None:
+def test_a_collate_function_that_draws_gives_the_same_whoever_calls_it(num_workers):
     grid = Grid(2, 1, 2)
     expected = step_data(loader(Numbers(16), grid, 4, collate_fn=masked), 0, 1)
     torch.manual_seed(99)
@@ -253,7 +253,7 @@ def test_a_collate_function_that_draws_gives_the_same_whoever_calls_it(num_worke
 # ---------------------------------------------------------------------- prefetching and redone steps
 
 
-def test_dataloader_workers_give_what_fetching_directly_gives() -> None:
+def test_dataloader_workers_give_what_fetching_directly_gives():
     grid = Grid(2, 1, 2)
     direct = loader(Augmented(33), grid, 4, shuffle=True)
     source = loader(Augmented(33), grid, 4, pipeline=1, shuffle=True, num_workers=2)
@@ -265,7 +265,7 @@ def test_dataloader_workers_give_what_fetching_directly_gives() -> None:
                 assert same(step_data(source, epoch, step), found), "a redone step gets the same"
 
 
-def test_own_microbatches_may_be_asked_for_in_any_order_and_adopted_ones_between_them() -> None:
+def test_own_microbatches_may_be_asked_for_in_any_order_and_adopted_ones_between_them():
     grid = Grid(2, 1, 4)
     source = loader(Augmented(64), grid, 4, pipeline=0, num_workers=2)
     direct = loader(Augmented(64), grid, 4)
@@ -287,7 +287,7 @@ class WhoRead(Numbers):
         return torch.tensor(os.getpid())
 
 
-def test_only_own_microbatches_are_prefetched_by_other_processes() -> None:
+def test_only_own_microbatches_are_prefetched_by_other_processes():
     source = loader(WhoRead(32), Grid(2, 1, 2), 4, pipeline=1, num_workers=1)
     handle = StepHandle(source, 0, 0)
     with closing(source):
@@ -298,7 +298,7 @@ def test_only_own_microbatches_are_prefetched_by_other_processes() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_what_a_step_does_to_its_data_in_place_is_not_seen_when_it_is_redone(num_workers: int) -> None:
+def test_what_a_step_does_to_its_data_in_place_is_not_seen_when_it_is_redone(num_workers):
     """An in-place first layer, or a split_batch() that normalises in place."""
     source = loader(Numbers(8), Grid(1, 1, 2), 4, num_workers=num_workers)
     handle = StepHandle(source, 0, 0)
@@ -310,7 +310,7 @@ def test_what_a_step_does_to_its_data_in_place_is_not_seen_when_it_is_redone(num
         assert torch.equal(source.fetch(handle, Microbatch(0, 0)), expected)
 
 
-def test_data_of_steps_that_cannot_be_redone_any_more_is_released() -> None:
+def test_data_of_steps_that_cannot_be_redone_any_more_is_released():
     source = loader(Numbers(32), Grid(1, 1, 2), 4)
     for step in range(len(source)):
         step_data(source, 0, step)
@@ -321,7 +321,7 @@ def test_data_of_steps_that_cannot_be_redone_any_more_is_released() -> None:
 
 
 @pytest.mark.parametrize("sampler", [FromTheEnd, RandomChoice], ids=lambda cls: cls.__name__)
-def test_a_sampler_of_the_users_is_followed_and_is_the_same_for_every_grid(sampler: type[Any]) -> None:
+def test_a_sampler_of_the_users_is_followed_and_is_the_same_for_every_grid(sampler):
     def samples(grid: Grid, batch_size: int, epoch: int) -> list[list[int]]:
         source = loader(Numbers(24), grid, batch_size, sampler=sampler(24))
         return [sorted(torch.cat(step_data(source, epoch, step)).tolist()) for step in range(len(source))]
@@ -334,7 +334,7 @@ def test_a_sampler_of_the_users_is_followed_and_is_the_same_for_every_grid(sampl
         assert expected[0] == list(range(11, 23)), "the block of the sampler's own order"
 
 
-def test_a_sampler_that_inherits_from_that_of_torch_keeps_its_own_order() -> None:
+def test_a_sampler_that_inherits_from_that_of_torch_keeps_its_own_order():
     source = loader(Numbers(24), Grid(2, 1, 2), 4, sampler=FromTheEndOn(24))
     assert sorted(torch.cat(step_data(source, 0, 0)).tolist()) == list(range(16, 24))
 
@@ -352,14 +352,12 @@ def test_a_sampler_that_inherits_from_that_of_torch_keeps_its_own_order() -> Non
     ],
     ids=["no data", "indivisible", "too small"],
 )
-def test_data_that_cannot_be_addressed_is_an_error_that_names_value_and_remedy(
-    dataloader: Any, error: type[Exception], message: str
-) -> None:
+def test_data_that_cannot_be_addressed_is_an_error_that_names_value_and_remedy(dataloader, error, message):
     with pytest.raises(error, match=message):
         MicrobatchLoader(dataloader(), Grid(2, 2, 4), 0, SEED)
 
 
-def test_the_check_before_the_start_needs_no_worker() -> None:
+def test_the_check_before_the_start_needs_no_worker():
     check_dataloader(DataLoader(Numbers(8), batch_size=4), 2)
     with pytest.raises(ConfigurationError, match="multiple of 3"):
         check_dataloader(DataLoader(Numbers(8), batch_size=4), 3)
@@ -378,7 +376,7 @@ def print_readers() -> None:
     time.sleep(60)
 
 
-def test_dataloader_processes_die_with_a_worker_that_is_killed() -> None:
+def test_dataloader_processes_die_with_a_worker_that_is_killed():
     worker = ForkedProcess(print_readers)
     readers: list[int] = []
     try:
@@ -400,7 +398,7 @@ def test_dataloader_processes_die_with_a_worker_that_is_killed() -> None:
 # ---------------------------------------------------------------------- what hooks see of a batch
 
 
-def test_a_handle_reads_the_whole_global_batch_when_somebody_looks() -> None:
+def test_a_handle_reads_the_whole_global_batch_when_somebody_looks():
     source = loader(Numbers(16), Grid(2, 1, 2), 4)
     handles = list(source)
     assert len(handles) == 2
@@ -412,7 +410,7 @@ def test_a_handle_reads_the_whole_global_batch_when_somebody_looks() -> None:
     assert handles[1].read() is whole, "it is read once"
 
 
-def test_the_last_batch_of_an_evaluation_counts_the_samples_that_it_has() -> None:
+def test_the_last_batch_of_an_evaluation_counts_the_samples_that_it_has():
     data = DataLoader(Numbers(11), batch_size=4)
     source = MicrobatchLoader(data, Grid(2, 1, 2), 0, SEED, evaluation=True)
     assert [handle.num_samples for handle in source] == [8, 3]
@@ -431,14 +429,12 @@ def test_the_last_batch_of_an_evaluation_counts_the_samples_that_it_has() -> Non
         (24, False, False, ""),
     ],
 )
-def test_a_training_says_which_samples_it_leaves_out(
-    size: int, drop_last: bool, evaluation: bool, left_out: str
-) -> None:
+def test_a_training_says_which_samples_it_leaves_out(size, drop_last, evaluation, left_out):
     data = DataLoader(Numbers(size), batch_size=4, drop_last=drop_last)
     assert MicrobatchLoader(data, Grid(2, 1, 2), 0, SEED, prefetch=False, evaluation=evaluation).left_out == left_out
 
 
-def test_prepare_gets_a_seed_that_belongs_to_the_microbatch() -> None:
+def test_prepare_gets_a_seed_that_belongs_to_the_microbatch():
     seeds: dict[int, list[int]] = {}
     for attempt in range(2):
         source = loader(Numbers(16), Grid(1, 1, 2), 4)
@@ -463,9 +459,7 @@ class Backwards(DistributedSampler[int]):
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("kind", [DistributedSampler, Backwards])
 @pytest.mark.parametrize("size", [32, 29])
-def test_each_pipeline_reads_what_its_replica_would(
-    kind: type[DistributedSampler[int]], shuffle: bool, drop_last: bool, size: int
-) -> None:
+def test_each_pipeline_reads_what_its_replica_would(kind, shuffle, drop_last, size):
     samplers = [kind(Numbers(size), 2, rank, shuffle, seed=5, drop_last=drop_last) for rank in (0, 1)]
     loader = MicrobatchLoader(
         DataLoader(samplers[0].dataset, batch_size=4, sampler=samplers[1]), Grid(2, 1, 2), 0, SEED, prefetch=False
@@ -481,7 +475,7 @@ def test_each_pipeline_reads_what_its_replica_would(
 
 
 @pytest.mark.parametrize(("drop_last", "read"), [(False, 29), (True, 28)])
-def test_an_evaluation_repeats_no_sample(drop_last: bool, read: int) -> None:
+def test_an_evaluation_repeats_no_sample(drop_last, read):
     sampler = DistributedSampler(Numbers(29), 4, 1, shuffle=False, drop_last=drop_last)
     data = DataLoader(sampler.dataset, batch_size=4, sampler=sampler)
     loader = MicrobatchLoader(data, Grid(2, 1, 2), 0, SEED, prefetch=False, evaluation=True)
@@ -505,7 +499,7 @@ class ShufflesItself(IterableDataset[int]):
         return iter([5, 2, 7, 1, 0, 3, 4, 6])
 
 
-def test_an_order_that_a_dataset_with_indices_would_lose_is_refused() -> None:
+def test_an_order_that_a_dataset_with_indices_would_lose_is_refused():
     check_dataloader(DataLoader(ShufflesItself(shuffle=False), batch_size=4), 2)
     with pytest.raises(UnsupportedFeatureError, match=r"ShufflesItself\(shuffle=True\).*Set shuffle=False"):
         check_dataloader(DataLoader(ShufflesItself(shuffle=True), batch_size=4), 2)

@@ -223,7 +223,7 @@ class Cluster:
         )
         return len(done.stdout.splitlines())
 
-    def _await(self, condition, what: str, seconds: float = 30.0, said=lambda: "") -> None:  # type: ignore[no-untyped-def]
+    def _await(self, condition, what: str, seconds: float = 30.0, said=lambda: "") -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, f"waited {seconds:g} s for {what}. {said()}\n{self.logs()}"

@@ -384,11 +384,11 @@ WAYS: dict[str, Callable[[Run], Statuses]] = {
 }
 
 
-def test_every_way_to_end_that_is_documented_is_tried_and_the_reverse() -> None:
+def test_every_way_to_end_that_is_documented_is_tried_and_the_reverse():
     assert documented().keys() == WAYS.keys()
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("way", sampled(list(WAYS), 5))
-def test_the_exit_statuses_are_those_of_the_table(way: str, run: Run) -> None:
+def test_the_exit_statuses_are_those_of_the_table(way, run):
     assert WAYS[way](run) == documented()[way]

@@ -52,42 +52,42 @@ def shell(text: str) -> list[str]:
     return ["--", "sh", "-c", text]
 
 
-def test_every_worker_finds_what_it_needs_in_its_environment() -> None:
+def test_every_worker_finds_what_it_needs_in_its_environment():
     said = 'echo "$LOCAL_RANK $RECYCLE_COORDINATOR ${RECYCLE_KEY_FILE-none}"'
     status, output, _ = run("--nproc-per-node", "2", *shell(said), env={"RECYCLE_KEY_FILE": "/nowhere"})
     assert status == 0
     assert sorted(output.splitlines()) == [f"[worker{n}] {n} 127.0.0.1:9 none" for n in (0, 1)]
 
 
-def test_python_is_the_one_that_runs_the_command() -> None:
+def test_python_is_the_one_that_runs_the_command():
     program = ["--", "python", "-c", "import sys; print(sys.prefix)"]
     assert run(*program, env={"PATH": "/usr/bin:/bin"})[:2] == (0, f"{sys.prefix}\n")
 
 
-def test_a_single_worker_prints_as_if_it_were_alone() -> None:
+def test_a_single_worker_prints_as_if_it_were_alone():
     assert run(*shell("echo here; echo there >&2"))[:2] == (0, "here\n")
 
 
-def test_output_without_an_end_of_line_stays_apart_from_that_of_others() -> None:
+def test_output_without_an_end_of_line_stays_apart_from_that_of_others():
     _, output, _ = run("--nproc-per-node", "2", *shell("printf 'no end'"))
     assert sorted(output.splitlines()) == [f"[worker{n}] no end" for n in (0, 1)]
 
 
-def test_a_killed_worker_is_started_again(tmp_path: Path) -> None:
+def test_a_killed_worker_is_started_again(tmp_path):
     mark = tmp_path / "was here"
     status, output, errors = run(*shell(f"if [ -e '{mark}' ]; then echo again; else touch '{mark}'; kill -9 $$; fi"))
     assert (status, output) == (0, "again\n")
     assert "worker0 was killed by SIGKILL; it is started again" in errors
 
 
-def test_a_worker_that_dies_at_once_again_and_again_is_given_up() -> None:
+def test_a_worker_that_dies_at_once_again_and_again_is_given_up():
     status, output, errors = run(*shell("echo here; kill -SEGV $$"), "--unused")
     assert status == 128 + signal.SIGSEGV
     assert output.splitlines() == ["here"] * 5
     assert "is given up: it ended 5 times in a row within 20 s" in errors
 
 
-def test_after_an_exception_of_one_worker_the_others_are_ended() -> None:
+def test_after_an_exception_of_one_worker_the_others_are_ended():
     """They are asked to after a while; the coordinator usually is quicker."""
     began = time.monotonic()
     status, _, errors = run(
@@ -112,7 +112,7 @@ def test_after_an_exception_of_one_worker_the_others_are_ended() -> None:
         (["--coordinator", "0.0.0.0:1", "true"], "need a single address"),
     ],
 )
-def test_bad_options_are_refused_in_one_line(arguments: list[str], words: str) -> None:
+def test_bad_options_are_refused_in_one_line(arguments, words):
     done = subprocess.run([*PROGRAM, *arguments], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 2
     assert done.stderr.startswith("recycle-run: ")
@@ -121,7 +121,7 @@ def test_bad_options_are_refused_in_one_line(arguments: list[str], words: str) -
 
 
 @pytest.mark.parametrize("variable", ["PORTS=30000", "CONNECT_SECONDS=x", "LOG=jsno", "HTTP=x", "KEY=short"])
-def test_what_workers_would_refuse_is_refused_before_they_are_started(variable: str) -> None:
+def test_what_workers_would_refuse_is_refused_before_they_are_started(variable):
     name, value = variable.split("=")
     environ = {**os.environ, f"RECYCLE_{name}": value}
     done = subprocess.run([*PROGRAM, *shell("exit 3")], env=environ, capture_output=True, text=True, timeout=PATIENCE)
@@ -129,7 +129,7 @@ def test_what_workers_would_refuse_is_refused_before_they_are_started(variable: 
     assert done.stderr.startswith(f"recycle-run: RECYCLE_{name}")
 
 
-def test_a_misspelt_variable_is_named_once() -> None:
+def test_a_misspelt_variable_is_named_once():
     environ = {**os.environ, "RECYCLE_CONECT_SECONDS": "1"}
     done = subprocess.run([*PROGRAM, *shell("exit 0")], env=environ, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0
@@ -137,7 +137,7 @@ def test_a_misspelt_variable_is_named_once() -> None:
     assert "has no meaning here. Did you mean 'RECYCLE_CONNECT_SECONDS'?" in done.stderr
 
 
-def test_nothing_is_left_of_a_coordinator_whose_run_is_over(tmp_path: Path) -> None:
+def test_nothing_is_left_of_a_coordinator_whose_run_is_over(tmp_path):
     environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path)}
     done = subprocess.run([*PROGRAM, "true"], env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0
@@ -149,7 +149,7 @@ def test_nothing_is_left_of_a_coordinator_whose_run_is_over(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_a_signal_reaches_every_worker_once_and_ends_the_run(number: signal.Signals) -> None:
+def test_a_signal_reaches_every_worker_once_and_ends_the_run(number):
     script = (
         "import signal, sys, time\n"
         f"signal.signal({int(number)}, lambda *_: (print('got it', flush=True), time.sleep(0.5), sys.exit(143)))\n"
@@ -165,7 +165,7 @@ def test_a_signal_reaches_every_worker_once_and_ends_the_run(number: signal.Sign
         assert process.returncode == 128 + number
 
 
-def test_workers_that_do_not_end_are_killed() -> None:
+def test_workers_that_do_not_end_are_killed():
     with running("--grace", "0.5", *shell("trap '' TERM; echo ready; sleep 100 & wait"), env=ELSEWHERE) as process:
         next_line(process)
         children = psutil.Process(process.pid).children(recursive=True)
@@ -176,7 +176,7 @@ def test_workers_that_do_not_end_are_killed() -> None:
         assert wait_for(lambda: not any(is_alive(child.pid) for child in children), 10)
 
 
-def test_nothing_outlives_it_even_if_it_is_killed() -> None:
+def test_nothing_outlives_it_even_if_it_is_killed():
     program = "print('ready', flush=True)\nimport time; time.sleep(100)"
     with running("--nproc-per-node", "2", "--", sys.executable, "-c", program) as process:
         for _ in range(2):
@@ -198,7 +198,7 @@ def coordinator_of(process: subprocess.Popen[str]) -> psutil.Process | None:
     return None
 
 
-def test_a_coordinator_that_dies_is_started_again_at_the_same_address() -> None:
+def test_a_coordinator_that_dies_is_started_again_at_the_same_address():
     with running(*shell('echo "$RECYCLE_COORDINATOR"; exec sleep 100')) as process:
         first = wait_for(lambda: coordinator_of(process), PATIENCE)
         assert first
@@ -208,7 +208,7 @@ def test_a_coordinator_that_dies_is_started_again_at_the_same_address() -> None:
         assert address in second.cmdline()
 
 
-def test_the_coordinator_learns_that_its_log_is_shown_in_a_terminal() -> None:
+def test_the_coordinator_learns_that_its_log_is_shown_in_a_terminal():
     terminal, end = os.openpty()
     command = [*PROGRAM, *shell("exec sleep 100")]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=end) as process:
@@ -229,9 +229,7 @@ def test_the_coordinator_learns_that_its_log_is_shown_in_a_terminal() -> None:
         ([], {"RECYCLE_LOG": "xml"}, "RECYCLE_LOG='xml'"),
     ],
 )
-def test_a_coordinator_that_never_listened_ends_everything_whatever_its_workers_did(
-    options: list[str], environ: dict[str, str], words: str, worker: str
-) -> None:
+def test_a_coordinator_that_never_listened_ends_everything_whatever_its_workers_did(options, environ, words, worker):
     with running(*options, *shell(worker), env=environ) as process:
         _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 2
@@ -239,7 +237,7 @@ def test_a_coordinator_that_never_listened_ends_everything_whatever_its_workers_
     assert "the coordinator listens" not in errors
 
 
-def test_where_the_coordinator_listens_is_said_once_it_does() -> None:
+def test_where_the_coordinator_listens_is_said_once_it_does():
     with running(*shell("exec sleep 100")) as process:
         address = line_with(process, lambda line: "listening on" in line).split()[-1]
         process.send_signal(signal.SIGTERM)
@@ -251,9 +249,7 @@ def test_where_the_coordinator_listens_is_said_once_it_does() -> None:
 
 
 @pytest.mark.long
-def test_a_killed_worker_of_a_training_is_replaced_and_the_weights_are_those_of_an_undisturbed_run(
-    tmp_path: Path,
-) -> None:
+def test_a_killed_worker_of_a_training_is_replaced_and_the_weights_are_those_of_an_undisturbed_run(tmp_path):
     output, steps = tmp_path / "weights.pt", 30
     script = [str(HERE / "engine_script.py"), str(output), str(steps), "0.2"]
     with running("--nproc-per-node", "4", *script) as process:
@@ -286,9 +282,7 @@ def test_a_killed_worker_of_a_training_is_replaced_and_the_weights_are_those_of_
         ("127.0.0.1:29400", {"RECYCLE_KEY": "secret"}, "--coordinator HOST:PORT and RECYCLE_KEY_FILE"),
     ],
 )
-def test_it_says_where_it_listens_and_how_another_machine_joins(
-    coordinator: str, environ: dict[str, str], words: str
-) -> None:
+def test_it_says_where_it_listens_and_how_another_machine_joins(coordinator, environ, words):
     host, port = coordinator.split(":")
     place = recycle_run._RunAddress((host, int(port)), "secret", hosts_it=True)
     said = recycle_run._invitation(place, environ)

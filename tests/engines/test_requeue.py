@@ -201,9 +201,7 @@ ARRAY = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"}
     [((), {}, "7"), (("kill:0:1:checkpoint",), ARRAY, "5_2")],
     ids=["", "the leader is killed while it saves"],
 )
-def test_all_save_and_then_one_requeues(
-    faults: tuple[str, ...], variables: dict[str, str], name: str, jobs: Callable[..., Job]
-) -> None:
+def test_all_save_and_then_one_requeues(faults, variables, name, jobs):
     job = jobs(**variables)
     job.start(*faults)
     job.await_step(3)
@@ -213,7 +211,7 @@ def test_all_save_and_then_one_requeues(
     check_resumed(job)
 
 
-def test_a_blocked_scontrol_holds_nobody_up(jobs: Callable[..., Job]) -> None:
+def test_a_blocked_scontrol_holds_nobody_up(jobs):
     job = jobs(scontrol="exec sleep 1000")
     job.start()
     job.await_step(3)
@@ -223,7 +221,7 @@ def test_a_blocked_scontrol_holds_nobody_up(jobs: Callable[..., Job]) -> None:
     assert "scontrol requeue 7: it has not answered within 3 s" in job.output()
 
 
-def test_sigterm_to_one_task_is_its_departure_and_to_all_the_end_of_the_run(jobs: Callable[..., Job]) -> None:
+def test_sigterm_to_one_task_is_its_departure_and_to_all_the_end_of_the_run(jobs):
     job = jobs()
     job.start()
     job.await_step(3)
@@ -240,7 +238,7 @@ def test_sigterm_to_one_task_is_its_departure_and_to_all_the_end_of_the_run(jobs
     ("variables", "name"),
     [({"SLURM_JOB_ID": "7"}, "7"), ({"SLURM_JOB_ID": "5", **ARRAY}, "5_2"), ({"SLURM_JOB_ID": "6", **ARRAY}, "5_2")],
 )
-def test_the_name_of_a_job_is_that_of_its_task_in_an_array(variables: dict[str, str], name: str) -> None:
+def test_the_name_of_a_job_is_that_of_its_task_in_an_array(variables, name):
     assert job_name(variables) == name
 
 
@@ -253,9 +251,7 @@ def test_the_name_of_a_job_is_that_of_its_task_in_an_array(variables: dict[str, 
         (None, "could not be started"),
     ],
 )
-def test_what_scontrol_does_not_do_is_said(
-    script: str | None, said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
+def test_what_scontrol_does_not_do_is_said(script, said, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin" if script else str(tmp_path))
     if script is not None:
@@ -265,7 +261,7 @@ def test_what_scontrol_does_not_do_is_said(
     assert said is None or (said in caplog.text and "scontrol requeue 7" in caplog.text)
 
 
-def test_outside_of_a_job_nothing_is_requeued(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_outside_of_a_job_nothing_is_requeued(monkeypatch, caplog):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     assert not requeue(1.0)
     assert "SLURM_JOB_ID" in caplog.text

@@ -2,14 +2,7 @@
 
 import pytest
 
-from lightning_recycle.engines.agent import (
-    FinalStatus,
-    RestartRecord,
-    decide_restart,
-    exit_status,
-    in_words,
-    verdict,
-)
+from lightning_recycle.engines.agent import FinalStatus, RestartRecord, decide_restart, exit_status, in_words, verdict
 
 
 @pytest.mark.parametrize(
@@ -30,12 +23,12 @@ from lightning_recycle.engines.agent import (
         (134, True),
     ],
 )
-def test_only_who_lost_its_coordinator_or_was_killed_is_started_again(status: int, again: bool) -> None:
+def test_only_who_lost_its_coordinator_or_was_killed_is_started_again(status, again):
     assert isinstance(decide_restart(RestartRecord(), status, 100.0, False, 10), RestartRecord) is again
     assert decide_restart(RestartRecord(), status, 100.0, True, 10) == FinalStatus(status)
 
 
-def test_pauses_grow_while_a_process_dies_at_once_and_it_is_given_up() -> None:
+def test_pauses_grow_while_a_process_dies_at_once_and_it_is_given_up():
     slot, pauses = RestartRecord(), []
     while isinstance(decision := decide_restart(slot, -9, 0.1, False, 10), RestartRecord):
         slot = decision
@@ -44,11 +37,11 @@ def test_pauses_grow_while_a_process_dies_at_once_and_it_is_given_up() -> None:
     assert decision == FinalStatus(-9, "it ended 5 times in a row within 20 s")
 
 
-def test_a_process_that_lasted_begins_anew() -> None:
+def test_a_process_that_lasted_begins_anew():
     assert decide_restart(RestartRecord(2, 3, 2.0), -9, 30.0, False, 10) == RestartRecord(3, 0, 0.0)
 
 
-def test_restarts_have_a_bound() -> None:
+def test_restarts_have_a_bound():
     assert decide_restart(RestartRecord(10, 0), -9, 100.0, False, 10) == FinalStatus(
         -9, "it was restarted 10 times (--max-restarts)"
     )
@@ -79,11 +72,11 @@ def test_restarts_have_a_bound() -> None:
         ([], 15, 143),
     ],
 )
-def test_the_exit_status_of_all_tells_the_truth(statuses: list[int], asked: int | None, expected: int) -> None:
+def test_the_exit_status_of_all_tells_the_truth(statuses, asked, expected):
     assert verdict([(status, True) for status in statuses], asked) == expected
 
 
-def test_a_replacement_that_fails_costs_nothing_if_the_others_finish() -> None:
+def test_a_replacement_that_fails_costs_nothing_if_the_others_finish():
     assert verdict([(0, True), (1, False)], None) == 0
     assert verdict([(69, True), (1, False)], None) == 1
 
@@ -98,6 +91,6 @@ def test_a_replacement_that_fails_costs_nothing_if_the_others_finish() -> None:
         (190, "signal 62"),
     ],
 )
-def test_an_end_is_told_in_words(status: int, words: str) -> None:
+def test_an_end_is_told_in_words(status, words):
     assert words in in_words(status)
     assert 0 <= exit_status(status) < 256

@@ -21,11 +21,11 @@ KEY = "a secret of 16 bytes or more"
 MINIMAL = {"RECYCLE_COORDINATOR": "10.0.0.1:29400", "RECYCLE_KEY": KEY}
 
 
-def test_a_process_without_a_coordinator_takes_part_in_nobodys_run() -> None:
+def test_a_process_without_a_coordinator_takes_part_in_nobodys_run():
     assert discover({"RECYCLE_KEY": KEY, "LOCAL_RANK": "nonsense"}) is None
 
 
-def test_everything_is_found() -> None:
+def test_everything_is_found():
     places = {"RECYCLE_NODE": "n7", "RECYCLE_HOST": "10.0.0.7", "LOCAL_RANK": "3"}
     found = discover({**MINIMAL, **places, "SLURM_LOCALID": "1"})
     assert found is not None
@@ -34,7 +34,7 @@ def test_everything_is_found() -> None:
     assert KEY not in repr(found)
 
 
-def test_what_nobody_said_has_a_default() -> None:
+def test_what_nobody_said_has_a_default():
     found = discover(MINIMAL)
     assert found is not None
     assert (found.node, found.host, found.device) == (machine_name({}), None, 0)
@@ -52,7 +52,7 @@ def test_what_nobody_said_has_a_default() -> None:
         ({"SLURM_LOCALID": "first"}, "SLURM_LOCALID='first'"),
     ],
 )
-def test_what_cannot_be_right_is_an_error_that_names_it(variables: dict[str, str], words: str) -> None:
+def test_what_cannot_be_right_is_an_error_that_names_it(variables, words):
     with pytest.raises(ConfigurationError, match=words):
         discover({**MINIMAL, **variables})
 
@@ -68,9 +68,7 @@ def test_what_cannot_be_right_is_an_error_that_names_it(variables: dict[str, str
         (None, "", "cannot be read: No such file"),
     ],
 )
-def test_a_key_may_be_in_a_file_that_only_its_owner_reads(
-    mode: int | None, content: str, words: str | None, tmp_path: Path
-) -> None:
+def test_a_key_may_be_in_a_file_that_only_its_owner_reads(mode, content, words, tmp_path):
     path = tmp_path / "key"
     if mode is not None:
         path.write_text(content)
@@ -86,7 +84,7 @@ def test_a_key_may_be_in_a_file_that_only_its_owner_reads(
 
 
 @pytest.mark.long
-def test_a_device_that_the_trainer_does_not_have_is_an_error_at_once(tmp_path: Path) -> None:
+def test_a_device_that_the_trainer_does_not_have_is_an_error_at_once(tmp_path):
     """It needs no coordinator: there is none at that address."""
     done = subprocess.run(
         [sys.executable, str(HERE / "engine_script.py"), str(tmp_path / "weights")],
@@ -99,7 +97,7 @@ def test_a_device_that_the_trainer_does_not_have_is_an_error_at_once(tmp_path: P
     assert "LOCAL_RANK=4 does not fit Trainer(devices=4)" in done.stderr
 
 
-def test_no_other_module_reads_these_variables() -> None:
+def test_no_other_module_reads_these_variables():
     readers: dict[str, set[str]] = {}
     for path in PACKAGE.rglob("*.py"):
         text = path.read_text()
@@ -140,9 +138,7 @@ SRUN = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4"}
         ({"PMI_SIZE": "2"}, "recycle-run --nproc-per-node=2 train.py --lr 0.1"),
     ],
 )
-def test_one_of_several_processes_without_a_run_is_refused_with_the_right_command(
-    environ: dict[str, str], command: str
-) -> None:
+def test_one_of_several_processes_without_a_run_is_refused_with_the_right_command(environ, command):
     with pytest.raises(ConfigurationError) as caught:
         check_copies(environ, SCRIPT)
     assert str(caught.value).endswith(f"Use instead: {command}")
@@ -159,12 +155,12 @@ def test_one_of_several_processes_without_a_run_is_refused_with_the_right_comman
         {"PMI_SIZE": "1"},
     ],
 )
-def test_a_script_that_is_alone_is_left_alone(environ: dict[str, str]) -> None:
+def test_a_script_that_is_alone_is_left_alone(environ):
     check_copies(environ, SCRIPT)
 
 
 @pytest.mark.long
-def test_under_torchrun_nothing_is_trained_twice(tmp_path: Path) -> None:
+def test_under_torchrun_nothing_is_trained_twice(tmp_path):
     """Each of its processes ends with the command to use, before it starts a worker or writes anything."""
     output = tmp_path / "weights"
     done = subprocess.run(

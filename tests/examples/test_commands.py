@@ -73,7 +73,7 @@ def check_results(folders: list[Path]) -> None:
 
 
 @pytest.mark.exhaustive
-def test_sweep_over_planners_faults_and_grids_runs_to_the_end_with_the_same_results(tmp_path: Path) -> None:
+def test_sweep_over_planners_faults_and_grids_runs_to_the_end_with_the_same_results(tmp_path):
     varied = "planner=heuristic,highs", "faults=none,kill_one,mtbf", "strategy.pipeline_parallel_size=1,2"
     folders = sweep(tmp_path, *varied)
     assert len(folders) == 12
@@ -109,9 +109,7 @@ sys.addaudithook(hook)
 
 
 @pytest.mark.long
-def test_demo_ends_with_a_comparison_and_opens_nothing_it_did_not_write(
-    tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_demo_ends_with_a_comparison_and_opens_nothing_it_did_not_write(tmp_path, request):
     """Watched in all its processes: files beside the installation's and the system's, connections, browsers."""
     # Sockets lie in TMPDIR, and their paths must be short.
     recorder, home, work = tmp_path / "recorder", Path(tempfile.mkdtemp(prefix="demo-")), tmp_path / "work"
@@ -173,7 +171,7 @@ def test_demo_ends_with_a_comparison_and_opens_nothing_it_did_not_write(
 
 
 @pytest.mark.exhaustive
-def test_vision_validates_in_a_pipeline_and_loses_its_leader_or_a_node(tmp_path: Path) -> None:
+def test_vision_validates_in_a_pipeline_and_loses_its_leader_or_a_node(tmp_path):
     arguments = ["trainer.max_steps=20", "trainer.val_check_interval=10", "+trainer.limit_val_batches=6", QUIET]
     run(tmp_path, "train_vision.py", "-m", "faults=kill_leader,node", *arguments, "hydra.sweep.dir=sweep")
     alone = ["strategy=single_device", "hydra.run.dir=alone"]
@@ -193,9 +191,7 @@ def test_vision_validates_in_a_pipeline_and_loses_its_leader_or_a_node(tmp_path:
 
 
 @pytest.mark.long
-def test_resume_on_another_grid_after_the_death_of_the_leader_has_the_same_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resume_on_another_grid_after_the_death_of_the_leader_has_the_same_weights(tmp_path, monkeypatch):
     monkeypatch.setenv("PL_GLOBAL_SEED", "1")
     out = run(tmp_path, "resume_on_another_grid.py", "--directory", "runs")
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if line.startswith("│")]
@@ -217,9 +213,7 @@ def test_resume_on_another_grid_after_the_death_of_the_leader_has_the_same_weigh
 
 
 @pytest.mark.long
-def test_resume_on_another_grid_fails_if_weights_differ(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_resume_on_another_grid_fails_if_weights_differ(monkeypatch, capsys):
     for difference, code in ((1e-13, 0), (1e-7, 1), (float("nan"), 1)):
         rows = [Row("whole", (1, 2), (), None), Row("resumed", (2, 2), (), difference)]
         monkeypatch.setattr("resume_on_another_grid.compare", lambda _, rows=rows: rows)
@@ -245,12 +239,12 @@ def fit_by_cli(directory: Path) -> dict[int, float]:
 
 
 @pytest.mark.long
-def test_lightning_cli_fits_with_the_strategy_of_a_yaml_file(tmp_path: Path) -> None:
+def test_lightning_cli_fits_with_the_strategy_of_a_yaml_file(tmp_path):
     assert set(fit_by_cli(tmp_path)) == {19, 39}
 
 
 @pytest.mark.exhaustive
-def test_lightning_cli_validates_what_it_has_fitted(tmp_path: Path) -> None:
+def test_lightning_cli_validates_what_it_has_fitted(tmp_path):
     logged = fit_by_cli(tmp_path)
     out = run(tmp_path, "lightning_cli.py", "validate", *CLI, "--ckpt_path", "outputs/cli/checkpoints/last.ckpt")
     (accuracy,) = re.findall(r"val_accuracy\s*│\s*([0-9.]+)", out)
@@ -297,7 +291,7 @@ MISTAKES = [
 
 
 @pytest.mark.long
-def test_a_mistake_in_the_call_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+def test_a_mistake_in_the_call_is_one_line_and_exit_code_2(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", DRIVER, str(ROOT / "examples")],
         input=json.dumps([(script, arguments) for script, arguments, _ in MISTAKES]),

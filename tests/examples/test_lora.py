@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
@@ -55,9 +54,7 @@ def expected() -> dict[str, Tensor]:
     return model.state_dict()
 
 
-def test_adapters_of_an_ordinary_module_are_trained_and_the_rest_is_left(
-    expected: dict[str, Tensor], tmp_path: Path
-) -> None:
+def test_adapters_of_an_ordinary_module_are_trained_and_the_rest_is_left(expected, tmp_path):
     from peft import PeftModel
 
     model, before = adapted(), adapted().state_dict()
@@ -75,7 +72,7 @@ def test_adapters_of_an_ordinary_module_are_trained_and_the_rest_is_left(
         torch.testing.assert_close(saved[name.removeprefix("model.")], model.state_dict()[name])
 
 
-def test_adapters_in_two_stages(expected: dict[str, Tensor]) -> None:
+def test_adapters_in_two_stages(expected):
     two, before = adapted(), adapted().state_dict()
     run = grid(4, 2, Fault("kill", pipeline=0, stage=1, step=2), max_epochs=1)
     run.fit(two, loader(BATCH // 2))

@@ -37,9 +37,7 @@ def run(directory: Path, *arguments: str) -> tuple[str, dict[str, float], list[d
     ],
     ids=["data parallel", "stages"],
 )
-def test_a_project_of_configurations_trains_and_tests_its_best_checkpoint_though_a_worker_dies(
-    tmp_path: Path, strategy: tuple[str, ...]
-) -> None:
+def test_a_project_of_configurations_trains_and_tests_its_best_checkpoint_though_a_worker_dies(tmp_path, strategy):
     out, metrics, rows = run(tmp_path, *strategy, KILL)
     assert "was lost at step 10" in out
     # 1280 images in batches of 64: the batch of all devices is that of the configuration.

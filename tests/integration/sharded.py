@@ -187,7 +187,7 @@ def exact_fit(
     steps, clip = kwargs.get("max_steps", STEPS), kwargs.get("gradient_clip_val")
     clips = getattr(nn.utils, f"clip_grad_{kwargs.get('gradient_clip_algorithm', 'norm')}_")
     trainer = fit(module, grid, *callbacks, **kwargs)
-    history: Any = trainer.strategy.history  # type: ignore[attr-defined]
+    history: Any = trainer.strategy.history
     assert lost(trainer) == (sum(hasattr(one, "rank") for one in callbacks) if losses is None else losses), history
     if any(isinstance(callback, Waits) for callback in callbacks):
         assert any(event.kind == "rejoined" for event in history), history
@@ -265,7 +265,7 @@ def run_collectives_by(replaced: Callable[..., Any]) -> None:
     """Replaces ``MemberGroup.run``, also as what collectives are called by."""
     from lightning_recycle.runtime.position_mesh import MemberGroup
 
-    MemberGroup.run = replaced  # type: ignore[method-assign]
+    MemberGroup.run = replaced
     for name, method in list(vars(MemberGroup).items()):
         if isinstance(method, partialmethod):
             setattr(MemberGroup, name, partialmethod(replaced, *method.args))

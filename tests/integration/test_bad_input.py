@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -131,9 +130,7 @@ class Stream(IterableDataset[Tensor]):
         ({"fsdp_size": 2}, 4, ["With fsdp_size=2, Regression needs a configure_model()"]),
     ],
 )
-def test_wrong_grids_are_refused_before_anything_starts(
-    strategy: dict[str, Any], devices: int, words: list[str]
-) -> None:
+def test_wrong_grids_are_refused_before_anything_starts(strategy, devices, words):
     def run() -> None:
         run = L.Trainer(accelerator="cpu", devices=devices, strategy=recycle_strategy(**strategy), logger=False)
         run.fit(Regression().double(), DataLoader(dataset(), batch_size=12))
@@ -164,7 +161,7 @@ def test_wrong_grids_are_refused_before_anything_starts(
         (WrongShape, ["In layers[5]", "Linear(in_features=9", "(2, 4) torch.float64"]),
     ],
 )
-def test_wrong_modules_are_refused_by_name(model: Any, words: list[str]) -> None:
+def test_wrong_modules_are_refused_by_name(model, words):
     with pytest.raises((ReCycleError, AttributeError, RuntimeError)) as caught:
         trainer(2, 2).fit(model().double(), DataLoader(dataset(), batch_size=12))
     shown = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
@@ -179,15 +176,13 @@ def test_wrong_modules_are_refused_by_name(model: Any, words: list[str]) -> None
         (NoPipeline, {"layers": "blocks"}, r"ReCycleStrategy\(layers='blocks'\)"),
     ],
 )
-def test_layers_that_cannot_be_described_are_refused_with_one_error(model: Any, strategy: Any, words: str) -> None:
+def test_layers_that_cannot_be_described_are_refused_with_one_error(model, strategy, words):
     with pytest.raises(ConfigurationError, match=words) as caught:
         trainer(2, 2, strategy=strategy).fit(model(), DataLoader(dataset(), batch_size=12))
     assert caught.value.__context__ is None
 
 
-def test_the_environment_of_workers_is_checked_first(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_environment_of_workers_is_checked_first(monkeypatch, caplog):
     run = trainer(2, 2)
     monkeypatch.setenv("RECYCLE_COORDINATR", "127.0.0.1:1")
     monkeypatch.setenv("RECYCLE_PORTS", "30000-30100")
@@ -199,7 +194,7 @@ def test_the_environment_of_workers_is_checked_first(
         run.fit(Regression().double(), DataLoader(dataset(), batch_size=12))
 
 
-def test_a_profile_that_is_to_be_measured_is_announced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_profile_that_is_to_be_measured_is_announced(tmp_path, caplog):
     options = ReCycleStrategy(planning=PlanningOptions(profile=tmp_path / "p.json")).options
     unused: Any = None
     setup: Any = SimpleNamespace(grid=Grid(2, 2, 2))
@@ -207,20 +202,20 @@ def test_a_profile_that_is_to_be_measured_is_announced(tmp_path: Path, caplog: p
     assert f"profile='{tmp_path}/p.json': there is no such file; it will be measured and written there." in caplog.text
 
 
-def test_a_run_that_can_lose_no_worker_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_that_can_lose_no_worker_says_so(caplog):
     trainer(1, 2, max_steps=1).fit(Regression().double(), DataLoader(dataset(), batch_size=12))
     assert "With devices=2 and 2 stages each stage has one worker" in caplog.text
 
 
 @pytest.mark.parametrize("entry", ["fit", "validate", "test", "predict"])
-def test_missing_checkpoints_are_refused_before_workers_start(entry: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_checkpoints_are_refused_before_workers_start(entry, caplog):
     run = getattr(trainer(2, 2), entry)
     with pytest.raises(CheckpointError, match="ckpt_path='nowhere': there is no such file"):
         run(Regression().double(), DataLoader(dataset(), batch_size=12), ckpt_path="nowhere")
     assert "lost" not in caplog.text
 
 
-def test_a_file_that_only_workers_read_is_refused_if_no_trainer_wrote_it(tmp_path: Path) -> None:
+def test_a_file_that_only_workers_read_is_refused_if_no_trainer_wrote_it(tmp_path):
     torch.save({"a": 1}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     with pytest.raises(CheckpointError, match="no checkpoint of Lightning"):
         trainer(2, 2).fit(Regression().double(), DataLoader(dataset(), batch_size=12), ckpt_path=tmp_path / "old.pt")
@@ -234,13 +229,13 @@ def test_a_file_that_only_workers_read_is_refused_if_no_trainer_wrote_it(tmp_pat
         (lambda: DataLoader(dataset(12), batch_size=12), ["12 samples", "2 pipelines", "batch_size=12"]),
     ],
 )
-def test_data_without_addresses_is_refused(loader: Any, words: list[str]) -> None:
+def test_data_without_addresses_is_refused(loader, words):
     with pytest.raises(ReCycleError) as caught:
         trainer(2, 2).fit(Regression().double(), loader())
     assert all(word in str(caught.value) for word in words), caught.value
 
 
-def test_something_that_cannot_be_sent_to_the_workers_is_refused_with_its_path_and_the_reason() -> None:
+def test_something_that_cannot_be_sent_to_the_workers_is_refused_with_its_path_and_the_reason():
     model = Regression().double()
     model.helpers = {"database": [1, threading.Lock()]}
     expected = r"model\.helpers\['database'\]\[1\] cannot be sent to the worker processes.*lock.*in setup\(\)"
@@ -261,7 +256,7 @@ def test_something_that_cannot_be_sent_to_the_workers_is_refused_with_its_path_a
         (lambda: fit(Regression(), 2, 2, [Fault("kill", 2, 0, 1)]), ["(2, 0)", "2 pipelines"]),
     ],
 )
-def test_wrong_callbacks_are_refused(fault: Any, words: list[str]) -> None:
+def test_wrong_callbacks_are_refused(fault, words):
     """More of faults in tests/callbacks."""
     with pytest.raises(ConfigurationError) as caught:
         fault()
@@ -269,7 +264,7 @@ def test_wrong_callbacks_are_refused(fault: Any, words: list[str]) -> None:
 
 
 @pytest.mark.long
-def test_a_script_that_trains_outside_of_its_main_guard_is_told_so_once(tmp_path: Path) -> None:
+def test_a_script_that_trains_outside_of_its_main_guard_is_told_so_once(tmp_path):
     """With a guard it is imported by the workers; they must not train, and have nothing to say."""
     script = tmp_path / "half_guarded.py"
     script.write_text(

@@ -60,9 +60,7 @@ def again(schedule: Schedule) -> int:
 @pytest.mark.parametrize(
     ("pipelines", "worker"), sampled([(2, (0, 0)), (2, (1, 0)), (3, (1, 0)), (3, (2, 0))], 1), ids=str
 )
-def test_a_kill_costs_less_within_the_same_limit(
-    pipelines: int, worker: tuple[int, int], seconds: str, tmp_path: Path
-) -> None:
+def test_a_kill_costs_less_within_the_same_limit(pipelines, worker, seconds, tmp_path):
     """Without recomputation one micro-batch at a time fits into stage 0, whose workers then wait for each gradient."""
     run = exact_fit(
         Heavy().double(),
@@ -83,7 +81,7 @@ def test_a_kill_costs_less_within_the_same_limit(
     assert held[f"{2 * pipelines - 1} measured"] == 1, "counted in the survivors: at most what fits"
 
 
-def test_it_can_be_switched_off(seconds: str) -> None:
+def test_it_can_be_switched_off(seconds):
     run = exact_fit(
         Heavy().double(),
         2,
@@ -107,7 +105,7 @@ class Drawing(Heavy):
 
 
 @pytest.mark.usefixtures("plans_at_once")
-def test_dropout_and_running_statistics_are_as_without(seconds: str) -> None:
+def test_dropout_and_running_statistics_are_as_without(seconds):
     runs = []
     for memory in (LIMIT, 1 << 40):
         L.seed_everything(7)
@@ -122,7 +120,7 @@ def test_dropout_and_running_statistics_are_as_without(seconds: str) -> None:
 
 
 @pytest.mark.parametrize("pipelines", sampled([2, 3], 1))
-def test_dropout_after_a_kill_is_as_without_failure(pipelines: int, seconds: str) -> None:
+def test_dropout_after_a_kill_is_as_without_failure(pipelines, seconds):
     expected = Heavy(dropout=0.3).double()
     fit(expected, 1, 1, strategy={"seed": 3})
     model = Heavy(dropout=0.3).double()
@@ -161,7 +159,7 @@ class Ordinary(L.LightningModule):
 
 
 @pytest.mark.usefixtures("plans_at_once")
-def test_the_step_of_an_ordinary_module_is_seen_once(seconds: str) -> None:
+def test_the_step_of_an_ordinary_module_is_seen_once(seconds):
     generator = torch.Generator().manual_seed(1)
     data = TensorDataset(*(torch.randn(240, n, generator=generator, dtype=torch.float64) for n in (8, 1)))
     model, expected = Ordinary().double(), Ordinary().double()
@@ -170,7 +168,7 @@ def test_the_step_of_an_ordinary_module_is_seen_once(seconds: str) -> None:
     run.fit(model, DataLoader(data, batch_size=24))
     plain = on_one_device(max_epochs=1)
     plain.fit(expected, DataLoader(data, batch_size=24))
-    assert again(run.strategy.schedules[-1])  # type: ignore[attr-defined]
+    assert again(run.strategy.schedules[-1])
     assert difference(model.state_dict(), expected.state_dict()) < 1e-10
     assert float(run.callback_metrics["loss"]) == pytest.approx(float(plain.callback_metrics["loss"]))
 
@@ -196,7 +194,7 @@ class Wrapped(PipelineModule):
 
 
 @pytest.mark.parametrize("folder", [False, True])
-def test_weights_that_stages_have_in_common_may_be_in_checkpoint_wrappers(folder: bool, tmp_path: Path) -> None:
+def test_weights_that_stages_have_in_common_may_be_in_checkpoint_wrappers(folder, tmp_path):
     generator = torch.Generator().manual_seed(0)
     data = TensorDataset(*(torch.randn(64, 8, generator=generator, dtype=torch.double) for _ in range(2)))
 

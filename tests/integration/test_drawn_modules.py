@@ -90,7 +90,7 @@ def check(recipe: Recipe) -> str:
 
 
 @pytest.mark.parametrize(("number", "most_refused"), [(5, 2), pytest.param(500, 50, marks=pytest.mark.exhaustive)])
-def test_modules_drawn_at_random_train_as_in_one_process(number: int, most_refused: int) -> None:
+def test_modules_drawn_at_random_train_as_in_one_process(number, most_refused):
     refused: Counter[str] = Counter()
 
     def drawn(recipe: Recipe) -> None:

@@ -76,7 +76,7 @@ def kinds(run: L.Trainer) -> list[str]:
     [({}, None), ({"staggered": False}, None), ({"split_backward": False}, 0.05)],
     ids=["staggered", "together", "clipped, fused backward"],
 )
-def test_weights_are_exact_across_a_change_of_plan(options: dict[str, Any], clip: float | None) -> None:
+def test_weights_are_exact_across_a_change_of_plan(options, clip):
     run = train(clip=clip, **options)
     (change,) = [event for event in run.strategy.history if event.kind == "replanned"]
     assert (change.step, change.generation) == (CHANGE, 0)
@@ -90,7 +90,7 @@ def test_weights_are_exact_across_a_change_of_plan(options: dict[str, Any], clip
     assert run.callback_metrics["recycle/replans"] == 1
 
 
-def test_a_plan_that_needs_other_connections_is_a_regroup_at_a_step_boundary(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_needs_other_connections_is_a_regroup_at_a_step_boundary(monkeypatch):
     monkeypatch.setattr(program, "_FEW_PIPELINES", 0)  # as if there were too many to connect them all
     run = train()
     (change,) = [event for event in run.strategy.history if event.kind == "replanned"]
@@ -113,7 +113,7 @@ def test_a_plan_that_needs_other_connections_is_a_regroup_at_a_step_boundary(mon
     ),
     ids=str,
 )
-def test_weights_are_exact_when_a_worker_dies_in_the_first_step_of_a_new_plan(fault: Fault) -> None:
+def test_weights_are_exact_when_a_worker_dies_in_the_first_step_of_a_new_plan(fault):
     run = train(fault)
     assert failures(run) == [(fault.pipeline, fault.stage)]
     assert ("replanned" in kinds(run)) or fault.step < CHANGE
@@ -124,11 +124,11 @@ def test_weights_are_exact_when_a_worker_dies_in_the_first_step_of_a_new_plan(fa
 
 
 @pytest.mark.parametrize("dies", sampled([0, 3], 1))
-def test_weights_are_exact_when_a_worker_dies_while_the_change_is_agreed_on(dies: int) -> None:
+def test_weights_are_exact_when_a_worker_dies_while_the_change_is_agreed_on(dies):
     assert failures(train(dies=dies)) == [divmod(dies, 2)]
 
 
-def test_without_the_callback_no_worker_counts_as_slow() -> None:
+def test_without_the_callback_no_worker_counts_as_slow():
     model = Regression().double()
     slow = Fault("slow", 1, 1, 1, factor=5.0, steps=10)
     run = fit(model, 2, 2, [slow], strategy={"split_backward": True, "rebalance": "never"})

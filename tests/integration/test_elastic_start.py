@@ -52,9 +52,7 @@ def train(devices: int, stages: int = 2, model: Any = None, **arguments: Any) ->
 
 
 @pytest.mark.parametrize(("devices", "stages"), sampled([(1, 1), (2, 1), (2, 2), (3, 2), (5, 2), (4, 3)], 1))
-def test_a_run_on_fewer_devices_than_positions_has_the_result_of_all(
-    devices: int, stages: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_on_fewer_devices_than_positions_has_the_result_of_all(devices, stages, caplog):
     model, run = train(devices, stages)
     assert difference(model.state_dict(), plain_loop(Regression().double(), DATA, LENGTH)) < TOLERANCE
     assert committed_steps(run) == list(range(LENGTH))
@@ -67,7 +65,7 @@ def test_a_run_on_fewer_devices_than_positions_has_the_result_of_all(
     assert f"({PIPELINES - 1}, {stages - 1}); for other workers to join" in line
 
 
-def test_what_is_logged_and_the_learning_rates_are_those_of_one_device() -> None:
+def test_what_is_logged_and_the_learning_rates_are_those_of_one_device():
     model, run = train(3, model=Scheduled().double())
     reference = Scheduled().double()
     alone = on_one_device(max_steps=LENGTH)
@@ -78,7 +76,7 @@ def test_what_is_logged_and_the_learning_rates_are_those_of_one_device() -> None
 
 
 @pytest.mark.long
-def test_a_worker_that_is_lost_is_replaced_where_there_is_a_device_and_vacant_positions_stay_vacant() -> None:
+def test_a_worker_that_is_lost_is_replaced_where_there_is_a_device_and_vacant_positions_stay_vacant():
     """A replacement for each position that has a device, and no process for the others."""
     callbacks = [FaultInjectionCallback([Fault("kill", 1, 0, step=2)]), AwaitHeld(4)]
     model, run = train(4, callbacks=callbacks, strategy={"max_restarts": 5})
@@ -102,7 +100,7 @@ class AwaitHeld(AwaitReplacement):
     ("devices", "stages", "most"),
     sampled([(5, 1, 5), (6, 1, 6), (7, 2, 4), (12, 2, 6), (3, 1, 6)], 1, rest=pytest.mark.long),
 )
-def test_more_workers_than_the_batch_has_pipelines_share_it(devices: int, stages: int, most: int) -> None:
+def test_more_workers_than_the_batch_has_pipelines_share_it(devices, stages, most):
     model, run = train(devices, stages, strategy={"max_pipelines": most})
     assert difference(model.state_dict(), plain_loop(Regression().double(), DATA, LENGTH)) < TOLERANCE
     assert [committed_steps(run), failures(run)] == [list(range(LENGTH)), []]
@@ -113,14 +111,14 @@ def test_more_workers_than_the_batch_has_pipelines_share_it(devices: int, stages
 
 
 @pytest.mark.parametrize("lane", sampled([0, 4], 1, rest=pytest.mark.long))
-def test_any_of_more_workers_is_lost_and_replaced(lane: int) -> None:
+def test_any_of_more_workers_is_lost_and_replaced(lane):
     callbacks = [FaultInjectionCallback([Fault("kill", lane, 0, step=2)]), AwaitHeld(5)]
     model, run = train(5, 1, callbacks=callbacks, strategy={"max_pipelines": 6, "max_restarts": 5})
     assert difference(model.state_dict(), plain_loop(Regression().double(), DATA, LENGTH)) < TOLERANCE
     assert failures(run) == rejoined(run) == [(lane, 0)]
 
 
-def test_epoch_metrics_do_not_depend_on_the_number_of_workers() -> None:
+def test_epoch_metrics_do_not_depend_on_the_number_of_workers():
     logged = []
     for devices in (1, 5):
         _, run = train(devices, 1, model=Logging().double(), strategy={"max_pipelines": 5})
@@ -132,11 +130,7 @@ def test_epoch_metrics_do_not_depend_on_the_number_of_workers() -> None:
 @pytest.mark.parametrize(
     ("devices", "options", "words"),
     [
-        (
-            2,
-            {"min_pipelines": None},
-            "devices=2 hold 1 pipelines of 2 stages, .* begins with 3: use devices=6",
-        ),
+        (2, {"min_pipelines": None}, "devices=2 hold 1 pipelines of 2 stages, .* begins with 3: use devices=6"),
         (1, {}, "devices=1 hold 0 pipelines of 2 stages, and the run begins with 1: use devices=2."),
         (8, {}, "devices=8 are more than the 6 positions of num_pipelines=3 with 2 stages: use devices=6"),
         (6, {"max_pipelines": 2}, r"max_pipelines=2\): the run has 3 pipelines: give at least that many"),
@@ -144,12 +138,12 @@ def test_epoch_metrics_do_not_depend_on_the_number_of_workers() -> None:
         (6, {"min_pipelines": 4}, r"min_pipelines=4\): the run has 3 pipelines: give at most that many"),
     ],
 )
-def test_devices_with_which_no_run_begins_are_refused(devices: int, options: dict[str, Any], words: str) -> None:
+def test_devices_with_which_no_run_begins_are_refused(devices, options, words):
     with pytest.raises(ConfigurationError, match=words):
         train(devices, strategy=options)
 
 
-def test_positions_of_several_processes_are_refused_by_name() -> None:
+def test_positions_of_several_processes_are_refused_by_name():
     with pytest.raises(UnsupportedFeatureError, match=r"do not support RecoveryOptions\(num_"):
         train(4, strategy={"tensor_parallel_size": 2})
 
@@ -167,7 +161,7 @@ def from_outside() -> tuple[Any, L.Trainer]:
 
 
 @pytest.mark.long
-def test_workers_that_come_later_join_where_most_are_missing_and_nothing_is_redone(port: int) -> None:
+def test_workers_that_come_later_join_where_most_are_missing_and_nothing_is_redone(port):
     with contextlib.ExitStack() as stack:
         spares = [stack.enter_context(spare(port, script=SCRIPT)) for _ in range(3)]
         model, run = from_outside()
@@ -210,7 +204,7 @@ def assert_exact(output: Path, steps: int) -> None:
 
 
 @pytest.mark.long
-def test_a_second_job_joins_the_run_of_the_first_and_leaves_it_again(tmp_path: Path) -> None:
+def test_a_second_job_joins_the_run_of_the_first_and_leaves_it_again(tmp_path):
     """Two of four workers begin, as no others come; two more come, and are asked to leave."""
     output, steps = tmp_path / "weights.pt", 24
     script = [str(HERE / "elastic_script.py"), str(output), str(steps), "2,2,6,1,2", "0=2", "6=4", "16=2"]
@@ -232,7 +226,7 @@ def test_a_second_job_joins_the_run_of_the_first_and_leaves_it_again(tmp_path: P
 
 
 @pytest.mark.long
-def test_a_run_that_begins_with_one_worker_has_six_in_the_middle_and_two_at_the_end(tmp_path: Path) -> None:
+def test_a_run_that_begins_with_one_worker_has_six_in_the_middle_and_two_at_the_end(tmp_path):
     """Three pipelines of one stage on one to six lanes, whose workers come and leave with two other ``recycle-run``."""
     output, steps = tmp_path / "weights.pt", 24
     script = [str(HERE / "elastic_script.py"), str(output), str(steps), "3,1,4,1,6", "0=1", "6=6", "16=2"]

@@ -68,9 +68,7 @@ class SameEverywhere(L.Callback):
 
 
 @pytest.mark.parametrize(("background", "sharded"), [(True, False), (True, True), *WAITING])
-def test_a_full_disk_costs_that_checkpoint_and_keeps_the_ones_before(
-    background: bool, sharded: bool, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_full_disk_costs_that_checkpoint_and_keeps_the_ones_before(background, sharded, tmp_path, tmp_path_factory):
     log = tmp_path_factory.mktemp("log") / "workers.log"
     callbacks = [*checkpoints(tmp_path), FullDisk(log), CompleteOnly() if background else SameEverywhere()]
     run = saves((1 if background else 2, 2), callbacks, sharded=sharded, background=background)
@@ -93,15 +91,13 @@ def test_a_full_disk_costs_that_checkpoint_and_keeps_the_ones_before(
 
 
 @pytest.mark.parametrize(("background", "sharded"), [(True, False), *WAITING])
-def test_a_full_disk_ends_the_run_if_wanted(
-    background: bool, sharded: bool, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_full_disk_ends_the_run_if_wanted(background, sharded, tmp_path, tmp_path_factory):
     callbacks = [*checkpoints(tmp_path), FullDisk(tmp_path_factory.mktemp("log") / "workers.log")]
     with pytest.raises(CheckpointError, match=r"step=6\.ckpt .*MB to write.*File too large"):
         saves((1, 2), callbacks, sharded=sharded, background=background, strategy={"on_checkpoint_error": "raise"})
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "linked", "step=2.ckpt", "step=4.ckpt"]
     with pytest.raises(ConfigurationError, match="on_checkpoint_error='stop'"):
-        ReCycleStrategy(checkpoints=CheckpointOptions(on_checkpoint_error="stop"))  # type: ignore[arg-type]
+        ReCycleStrategy(checkpoints=CheckpointOptions(on_checkpoint_error="stop"))
 
 
 IN_SMALL_SPACE = """
@@ -116,7 +112,7 @@ assert torch.load(path) == {"step": 1}
 
 
 @pytest.mark.long
-def test_a_disk_that_is_really_full_is_named_with_what_is_needed_and_what_is_free(tmp_path: Path) -> None:
+def test_a_disk_that_is_really_full_is_named_with_what_is_needed_and_what_is_free(tmp_path):
     if os.geteuid() != 0 or shutil.which("unshare") is None:
         pytest.skip("a small file system needs root and unshare")
     mount = 'mount -t tmpfs -o size=4m none "$0" && exec "$1" -c "$2" "$0"'
@@ -146,7 +142,7 @@ class Loads(Regression):
 
 @pytest.mark.long
 @pytest.mark.parametrize("sharded", sampled([False, True], 1), ids=["file", "folder"])
-def test_a_replacement_joins_a_run_that_was_resumed(sharded: bool, tmp_path: Path) -> None:
+def test_a_replacement_joins_a_run_that_was_resumed(sharded, tmp_path):
     strategy: dict[str, Any] = {"save_distributed_checkpoint": sharded}
     first, model = Loads().double(), Loads().double()
     first.word = "saved"
@@ -164,7 +160,7 @@ def test_a_replacement_joins_a_run_that_was_resumed(sharded: bool, tmp_path: Pat
 
 
 @pytest.mark.long
-def test_one_that_is_damaged_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_one_that_is_damaged_is_refused_before_anything_starts(tmp_path):
     path = tmp_path / "last.ckpt"
     torch.save({"w": torch.ones(1000)}, path)
     os.truncate(path, 1000)

@@ -1,7 +1,6 @@
 """The helpers of multiprocessing may die: the fork server that starts workers, and its resource tracker."""
 
 import time
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -21,7 +20,7 @@ def helpers(name: str) -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize("name", sampled(["forkserver", "resource_tracker"], 1))
-def test_the_run_goes_on_and_so_do_replacements_and_the_next_run(name: str, tmp_path: Path) -> None:
+def test_the_run_goes_on_and_so_do_replacements_and_the_next_run(name, tmp_path):
     def strike(found: Any) -> None:
         for helper in helpers(name):
             helper.kill()

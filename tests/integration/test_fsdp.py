@@ -73,7 +73,7 @@ class Metrics(Ordinary):
         self.seen.setdefault("ranks", gathered.flatten().tolist())
 
 
-def test_evaluation_metrics_and_gathering_count_parts_of_the_data() -> None:
+def test_evaluation_metrics_and_gathering_count_parts_of_the_data():
     module, layers = Metrics(), uneven()
     trainer = fit(
         module,
@@ -138,7 +138,7 @@ def saved(
 
 
 @pytest.mark.long
-def test_first_values_of_layers_made_on_the_meta_device_do_not_depend_on_the_grid(tmp_path: Path) -> None:
+def test_first_values_of_layers_made_on_the_meta_device_do_not_depend_on_the_grid(tmp_path):
     grids = ((1, 1, 2, 1), (2, 1, 2, 1), (1, 1, 2, 2))
     found = [saved(tmp_path / str(g), OnMeta(False, 0.0), g, max_steps=1)[1] for g in grids]
     for name, value in found[0].items():
@@ -147,7 +147,7 @@ def test_first_values_of_layers_made_on_the_meta_device_do_not_depend_on_the_gri
 
 
 @pytest.mark.long
-def test_a_replacement_for_a_member_whose_layers_were_made_on_the_meta_device(tmp_path: Path) -> None:
+def test_a_replacement_for_a_member_whose_layers_were_made_on_the_meta_device(tmp_path):
     limits = {"max_steps": 20, "max_epochs": 9, "strategy": {"max_restarts": 4}}
     trainer, weights = saved(tmp_path, OnMeta(), (2, 1, 2, 1), Kill(1, 1, 2), Kill(2, 18, 1), Waits(2), **limits)
     assert any(event.kind == "rejoined" for event in trainer.strategy.history)
@@ -180,7 +180,7 @@ class AsOne(Ordinary):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_would_be_wrong_is_refused(module: Any, stages: int, error: Any, expected: str) -> None:
+def test_what_would_be_wrong_is_refused(module, stages, error, expected):
     with pytest.raises(error, match=expected):
         fit(module, (1, stages, 2, 1), strategy={"layers": "model"} if stages > 1 else {})
 
@@ -199,7 +199,7 @@ each of two micro-batches 4 gathers of parameters and 2 sums of gradients, or 4 
         for number in range(count)
     ],
 )
-def test_weights_equal_after_a_member_is_killed_before_a_collective(grid: Any, number: int) -> None:
+def test_weights_equal_after_a_member_is_killed_before_a_collective(grid, number):
     members = grid[2] * grid[3]
     exact_fit(Ordinary(), grid, AtCollective(members + number % members, 1, number))
 
@@ -225,7 +225,7 @@ def uneven() -> nn.Sequential:
         ((3, 1, 2, 1), (2, 1, 3, 1)),
     ],
 )
-def test_a_folder_goes_on_with_any_number_of_uneven_shards(writer: Any, reader: Any, tmp_path: Path) -> None:
+def test_a_folder_goes_on_with_any_number_of_uneven_shards(writer, reader, tmp_path):
     options: Any = {"strategy": {"save_distributed_checkpoint": True}, "enable_checkpointing": True}
     keep = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=2)
     fit(Uneven(), writer, keep, max_steps=2, **options)
@@ -238,7 +238,7 @@ MESHES = [FSDP, BOTH, (1, 2, 2, 1), TENSOR, (1, 2, 2)]
 
 
 class Evaluated(Ordinary):
-    def test_step(self, batch: Any, batch_idx: int) -> None:
+    def test_step(self, batch, batch_idx):
         self.validation_step(batch, batch_idx)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -268,7 +268,7 @@ class InDying(L.Callback):
 @pytest.mark.parametrize(
     ("grid", "dies"), [*((grid, False) for grid in MESHES), *((grid, True) for grid in MESHES if grid[0] > 1)], ids=str
 )
-def test_tests_and_predictions_are_those_of_one_device(grid: tuple[int, ...], dies: bool) -> None:
+def test_tests_and_predictions_are_those_of_one_device(grid, dies):
     layers, data = blocks(), Subset(dataset(), range(50))
     x, y = dataset()[:50]
     for function in ("test", "predict"):
@@ -320,7 +320,7 @@ def answers_of_one_device(parts: int) -> list[Tensor]:
 @pytest.mark.long
 @pytest.mark.parametrize("grid", [FSDP, TENSOR], ids=str)
 @pytest.mark.parametrize("victim", [None, AtHook(1, "on_train_batch_end", 1), AtHook(2, "on_train_batch_start", 2)])
-def test_hooks_evaluate_the_module_as_on_one_device(grid: tuple[int, ...], victim: L.Callback | None) -> None:
+def test_hooks_evaluate_the_module_as_on_one_device(grid, victim):
     module, parts = Asking(), parts_of(grid)
     exact_fit(module, grid, *([] if victim is None else [victim]), validates=True, val_check_interval=2)
     for found, expected in zip(module.answers, answers_of_one_device(parts), strict=True):
@@ -344,7 +344,7 @@ class InFloat32(Ordinary):
 @pytest.mark.long
 @pytest.mark.parametrize("grid", [FSDP, BOTH, TENSOR], ids=str)
 @pytest.mark.parametrize(("precision", "dtype", "tolerance"), PRECISIONS)
-def test_half_precisions_train_as_on_one_device(grid: Any, precision: Any, dtype: Any, tolerance: float) -> None:
+def test_half_precisions_train_as_on_one_device(grid, precision, dtype, tolerance):
     module, alone = InFloat32(), InFloat32()
     fit(module, grid, Kill(1, 1, 2), precision=precision)
     fit(alone, (parts_of(grid), 1, 1), precision=precision)

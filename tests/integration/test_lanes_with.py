@@ -6,7 +6,6 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -121,7 +120,7 @@ WITH = {
 
 
 @pytest.mark.parametrize("what", sampled(WITH, 3, rest=pytest.mark.long))
-def test_a_worker_above_the_pipelines_is_lost(what: str, tmp_path: Path) -> None:
+def test_a_worker_above_the_pipelines_is_lost(what, tmp_path):
     case = WITH[what]
     strategy, options = dict(case.strategy), {}
     if what == "clipping":
@@ -177,7 +176,7 @@ EVALUATIONS: dict[str, Callable[[L.Trainer, Any, Any], Any]] = {
 
 @pytest.mark.parametrize("what", sampled(EVALUATIONS, 1, rest=pytest.mark.long))
 @pytest.mark.parametrize("rank", sampled([6, 7, 0], 1, rest=pytest.mark.long))
-def test_a_worker_is_lost_in_an_evaluation(what: str, rank: int) -> None:
+def test_a_worker_is_lost_in_an_evaluation(what, rank):
     found = EVALUATIONS[what](on_lanes(faults=(), callbacks=[KilledAt(rank, 2)]), Measuring().double(), loader(2))
     alone = EVALUATIONS[what](on_one_device(max_steps=LENGTH), Measuring().double(), loader(1))
     if isinstance(alone, Tensor):
@@ -192,7 +191,7 @@ def complete_checkpoint(trainer: L.Trainer, *_: Any) -> None:
         strategy.session.checkpoints.complete()
 
 
-def test_a_stage_that_is_lost_starts_again_with_as_many_workers_as_there_are(tmp_path: Path) -> None:
+def test_a_stage_that_is_lost_starts_again_with_as_many_workers_as_there_are(tmp_path):
     """By default, as there are checkpoints; more lanes than pipelines are used again."""
     saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=4, save_top_k=-1)
     faults = tuple(Fault("kill", lane, 0, step=6 + lane % 2) for lane in range(LANES))

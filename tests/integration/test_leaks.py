@@ -108,7 +108,7 @@ def growth(generations: list[list[dict[str, int]]]) -> dict[str, tuple[int, int]
     return {kind: (before[kind], now[kind]) for kind in now if now[kind] > before[kind]}
 
 
-def test_growth_is_told_from_what_passes() -> None:
+def test_growth_is_told_from_what_passes():
     steady, fewer, more = ({"socket": n} for n in (10, 7, 13))
     assert not growth([[fewer, steady], [steady, fewer]])  # a connection of a dead worker has just been closed
     assert not growth([[fewer], [more, fewer]])
@@ -116,16 +116,16 @@ def test_growth_is_told_from_what_passes() -> None:
     assert growth([[{"socket": 10}], [{"socket": 10, "pipe": 1}]]) == {"pipe": (0, 1)}
 
 
-def test_five_regroupings_leave_no_descriptor_and_no_thread(tmp_path: Path) -> None:
+def test_five_regroupings_leave_no_descriptor_and_no_thread(tmp_path):
     check(5, tmp_path)
 
 
 @pytest.mark.exhaustive
-def test_fifty_regroupings_leave_no_descriptor_and_no_thread(tmp_path: Path) -> None:
+def test_fifty_regroupings_leave_no_descriptor_and_no_thread(tmp_path):
     check(50, tmp_path)
 
 
-def test_the_launching_process_keeps_nothing_of_its_runs(tmp_path: Path) -> None:
+def test_the_launching_process_keeps_nothing_of_its_runs(tmp_path):
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
     others = set(threading.enumerate())  # of other tests of this process

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -228,7 +227,7 @@ RUNS: list[Any] = [
 
 
 @pytest.mark.parametrize("how", RUNS)
-def test_a_gan_trains_as_under_ddp_whoever_dies(ddp: dict[str, Any], how: dict[str, Any]) -> None:
+def test_a_gan_trains_as_under_ddp_whoever_dies(ddp, how):
     how = dict(how)
     model, returned = GAN(how.pop("dies", None)).double(), Returned()
     trainer = on_grid(model, callbacks=[returned], **how)
@@ -240,7 +239,7 @@ def test_a_gan_trains_as_under_ddp_whoever_dies(ddp: dict[str, Any], how: dict[s
     assert [group["lr"] for o in trainer.optimizers for group in o.param_groups] == [0.005, 0.025]
 
 
-def test_a_replacement_joins(ddp: dict[str, Any]) -> None:
+def test_a_replacement_joins(ddp):
     model = GAN().double()
     trainer = on_grid(model, KILL, {"max_restarts": 10}, callbacks=[AwaitReplacement([12])])
     assert rejoined(trainer) == [(1, 0)]
@@ -248,7 +247,7 @@ def test_a_replacement_joins(ddp: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("sharded", sampled([False, True], 1))
-def test_a_checkpoint_resumes_on_another_grid(ddp: dict[str, Any], sharded: bool, tmp_path: Path) -> None:
+def test_a_checkpoint_resumes_on_another_grid(ddp, sharded, tmp_path):
     saves = ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=6, filename="{step}")
     strategy = {"save_distributed_checkpoint": sharded}
     on_grid(GAN().double(), strategy=strategy, enable_checkpointing=True, callbacks=[saves], max_epochs=1)
@@ -383,7 +382,7 @@ class Counts(L.Callback):
         seed=13,
     ),
 )
-def test_what_users_write_is_what_it_is_on_one_device(kind: Any) -> None:
+def test_what_users_write_is_what_it_is_on_one_device(kind):
     theirs, ours, counts, expected = kind().double(), kind().double(), Counts(), Counts()
     one = L.Trainer(accelerator="cpu", devices=1, max_epochs=EPOCHS, callbacks=[expected], **QUIET)
     one.fit(theirs, Data(PIPELINES * BATCH))
@@ -420,7 +419,7 @@ class SeedsAnew(L.Callback):
         assert trainer.fit_loop.on_save_checkpoint()["seed"] == self.seed
 
 
-def test_what_is_random_is_the_same_whoever_computes_and_seeds_anew() -> None:
+def test_what_is_random_is_the_same_whoever_computes_and_seeds_anew():
     one, other = Drops().double(), Drops().double()
     on_grid(one, pipelines=2, strategy={"num_microbatches": 2}, callbacks=[SeedsAnew()])
     on_grid(other, [Fault("kill", 1, 0, step=4, at="reduce")], {"num_microbatches": 2}, 2)
@@ -464,12 +463,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("kind", "microbatches"), sampled(itertools.product(REFUSED, [1, 2]), 1, seed=7))
-def test_what_cannot_work_is_refused_by_name(kind: Any, microbatches: int) -> None:
+def test_what_cannot_work_is_refused_by_name(kind, microbatches):
     with pytest.raises(ReCycleError) as caught:
         on_grid(kind().double(), strategy={"num_microbatches": microbatches}, pipelines=2)
     assert all(word in str(caught.value) for word in REFUSED[kind]), caught.value
 
 
-def test_several_stages_are_refused() -> None:
+def test_several_stages_are_refused():
     with pytest.raises(ConfigurationError, match=r"Regression has manual optimization.*pipeline_parallel_size=1"):
         on_grid(Regression(), strategy={"pipeline_parallel_size": 2}, pipelines=4)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 import pytest
 from support.held import EACH, Heavy, Peaks, peaks
@@ -27,9 +26,7 @@ CASES = [(*grid, fit_in) for grid in GRIDS for fit_in in (1, 3)]
 
 
 @pytest.mark.parametrize(("pipelines", "stages", "worker", "fit_in"), sampled(CASES, 2), ids=str)
-def test_no_worker_holds_more_than_the_limit(
-    pipelines: int, stages: int, worker: tuple[int, int], fit_in: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_worker_holds_more_than_the_limit(pipelines, stages, worker, fit_in, tmp_path, monkeypatch):
     """Where the survivor of a failure takes over all micro-batches of its stage, or some; and the result is exact."""
     no_plans_ahead(monkeypatch)
     each = 1 if stages > 1 else 2
@@ -55,9 +52,7 @@ def test_no_worker_holds_more_than_the_limit(
 
 
 @pytest.mark.parametrize("step", [0, 1])
-def test_before_anything_is_measured_a_survivor_holds_what_1f1b_does(
-    step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_before_anything_is_measured_a_survivor_holds_what_1f1b_does(step, tmp_path, monkeypatch):
     no_plans_ahead(monkeypatch)
     run = exact_fit(Heavy().double(), 2, 2, [Fault("kill", 1, 1, step=step)], callbacks=[Peaks(tmp_path)])
     after = run.strategy.schedules[1]
@@ -65,9 +60,7 @@ def test_before_anything_is_measured_a_survivor_holds_what_1f1b_does(
     assert max(peaks(tmp_path).values()) <= 2
 
 
-def test_what_does_not_fit_is_said_and_one_microbatch_at_a_time_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_does_not_fit_is_said_and_one_microbatch_at_a_time_goes_on(tmp_path, monkeypatch, caplog):
     no_plans_ahead(monkeypatch)
     with caplog.at_level(logging.WARNING):
         run = exact_fit(
@@ -84,7 +77,7 @@ def test_what_does_not_fit_is_said_and_one_microbatch_at_a_time_goes_on(
     assert "use smaller micro-batches" in caplog.text
 
 
-def test_an_in_flight_limit_of_the_users_counts_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_in_flight_limit_of_the_users_counts_alone(tmp_path, monkeypatch):
     no_plans_ahead(monkeypatch)
     run = exact_fit(
         Heavy().double(),

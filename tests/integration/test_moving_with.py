@@ -28,7 +28,7 @@ EPOCH = 4  # steps
 @pytest.mark.parametrize(
     "faults", sampled([[], [Fault("kill", 0, 1, 4, at="optimizer")], [Fault("kill", 1, 0, 5)]], 2), ids=str
 )
-def test_tied_weights(faults: list[Fault], sizes: tuple[float, ...]) -> None:
+def test_tied_weights(faults, sizes):
     model, moving = AutoEncoder().double(), Move({2: sizes, 6: (4, 2)})
     run = exact_fit(model, 2, 2, faults, gradient_clip_val=0.05, callbacks=[moving], strategy=STAY)
     assert len(moves(run)) == 2
@@ -53,7 +53,7 @@ class Siamese(AutoEncoder):
         }
 
 
-def test_weights_whose_copies_meet_and_part() -> None:
+def test_weights_whose_copies_meet_and_part():
     model = Siamese().double()
     data = dataset()
     samples = torch.utils.data.TensorDataset(data.tensors[0][:, :6], data.tensors[0][:, 2:])
@@ -63,7 +63,7 @@ def test_weights_whose_copies_meet_and_part() -> None:
     assert len(moves(run)) == 4
 
 
-def test_layers_of_an_ordinary_module() -> None:
+def test_layers_of_an_ordinary_module():
     expected, metrics, *_ = vision_alone()
     model, run = Vision().double(), on_grid(2, 2, callbacks=[Move({1: (1, 4), 3: (4, 1)})])
     assert train(run, model, images(), BATCH // 2) == pytest.approx(metrics)
@@ -72,7 +72,7 @@ def test_layers_of_an_ordinary_module() -> None:
 
 
 @pytest.mark.parametrize("clip", [None, 0.05])
-def test_layers_between_what_is_outside_of_the_chain(clip: float | None) -> None:
+def test_layers_between_what_is_outside_of_the_chain(clip):
     faults = [Fault("kill", 0, 2, step=3)]
     moving = Move({1: (1, 2, 1), 4: (1, 1, 2)})
     model, run = Gpt().double(), on_grid(2, 3, faults, gradient_clip_val=clip, callbacks=[moving])
@@ -87,9 +87,7 @@ def test_layers_between_what_is_outside_of_the_chain(clip: float | None) -> None
 @pytest.mark.parametrize(
     ("before", "after"), [((1, 5), (3, 2, 1)), ((2.5, 3.5), (2.5, 2, 1.5))], ids=["whole", "shared"]
 )
-def test_checkpoints_of_any_layout_go_on_with_any(
-    tmp_path: Path, name: str, sharded: bool, before: Any, after: Any
-) -> None:
+def test_checkpoints_of_any_layout_go_on_with_any(tmp_path, name, sharded, before, after):
     data = dataset(GLOBAL_BATCH * EPOCH)
 
     def run(grid: tuple[int, int], epochs: int, sizes: Any, ckpt_path: Path | None = None) -> dict[str, Tensor]:
@@ -114,7 +112,7 @@ def test_checkpoints_of_any_layout_go_on_with_any(
     assert difference(found, model.state_dict()) < TOLERANCE
 
 
-def test_learning_rates_of_groups_and_metrics(tmp_path: Path) -> None:
+def test_learning_rates_of_groups_and_metrics(tmp_path):
     def rows(moves: dict[int, Any], name: str) -> tuple[list[str], dict[str, Tensor]]:
         model = Grouped().double()
         logger = CSVLogger(tmp_path, name="", version=name, flush_logs_every_n_steps=1)
@@ -137,12 +135,12 @@ def test_learning_rates_of_groups_and_metrics(tmp_path: Path) -> None:
         assert [float(x or 0) for x in a.split(",")] == pytest.approx([float(x or 0) for x in b.split(",")], abs=1e-9)
 
 
-def test_what_callbacks_keep_by_layer_is_said_to_hold_them() -> None:
+def test_what_callbacks_keep_by_layer_is_said_to_hold_them():
     with pytest.raises(ConfigurationError, match=r"cannot move: EMAWeightAveraging keeps something for each layer"):
         fit(Regression().double(), 2, 2, callbacks=[Move({2: (1, 5)}), EMAWeightAveraging(decay=0.9)])
 
 
-def test_what_holds_layers_is_told_once_it_was_asked_for() -> None:
+def test_what_holds_layers_is_told_once_it_was_asked_for():
     strategy = {"partition": [1, 5]}
     callbacks = [EMAWeightAveraging(decay=0.9)]
     run = fit(Lopsided().double(), 2, 2, data=dataset(24 * 24), max_steps=24, strategy=strategy, callbacks=callbacks)
@@ -152,6 +150,6 @@ def test_what_holds_layers_is_told_once_it_was_asked_for() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(6, 0), (1, 4), (1, 2, 3)])
-def test_what_is_no_layout_is_refused(sizes: tuple[int, ...]) -> None:
+def test_what_is_no_layout_is_refused(sizes):
     with pytest.raises(ConfigurationError, match=r"no layout of 6 layers over 2 stages: give each"):
         fit(Regression().double(), 2, 2, callbacks=[Move({2: sizes})])

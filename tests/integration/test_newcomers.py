@@ -139,7 +139,7 @@ HOW = ("dataset", "subset", "several", "batch size", "validation", "renewed", "s
 
 
 @pytest.mark.parametrize(("how", "stages", "microbatches"), sampled(itertools.product(HOW, STAGES, (1, 4)), 2, seed=75))
-def test_a_replacement_reads_the_data_that_its_peer_reads(how: str, stages: int, microbatches: int) -> None:
+def test_a_replacement_reads_the_data_that_its_peer_reads(how, stages, microbatches):
     options: dict[str, Any] = {"max_epochs": 3, "num_sanity_val_steps": 1 if how == "large" else 0}
     options["reload_dataloaders_every_n_epochs"] = 0 if how == "renewed" else 1
     options["check_val_every_n_epoch"] = 3 if how == "large" else 1
@@ -242,9 +242,7 @@ KINDS = [(Optimized, *names) for names in [("NAdam", "none"), ("ASGD", "sequence
     ("kind", "optimizer", "scheduler", "stages", "microbatches"),
     sampled([(*each, s, m) for each in [*KINDS, (Replaces, "SGD", "none")] for s in STAGES for m in (1, 4)], 2, seed=5),
 )
-def test_a_replacement_steps_as_its_peer_does(
-    kind: Any, optimizer: str, scheduler: str, stages: int, microbatches: int
-) -> None:
+def test_a_replacement_steps_as_its_peer_does(kind, optimizer, scheduler, stages, microbatches):
     expected, model = kind(optimizer, scheduler), kind(optimizer, scheduler)
     on_one_device(max_epochs=2).fit(expected)
     run = train(model, stages, 8, AwaitReplacement([10]), microbatches, max_epochs=2)
@@ -268,7 +266,7 @@ class Wrong(AwaitReplacement):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if self.how == "state" and self._is_wrong(trainer):
-            StateTransfer._restore_objects = miscopied(StateTransfer._restore_objects)  # type: ignore[method-assign]
+            StateTransfer._restore_objects = miscopied(StateTransfer._restore_objects)
 
     def on_train_batch_start(self, trainer: L.Trainer, *arguments: Any) -> None:
         super().on_train_batch_start(trainer, *arguments)
@@ -302,9 +300,7 @@ NAMED = {"option": "lr is ", "step": "parameters differ", "state": "its peer gav
 
 
 @pytest.mark.parametrize(("how", "stages", "count"), sampled(itertools.product(NAMED, STAGES, (1, 9)), 2))
-def test_a_replacement_that_differs_is_dismissed_and_tried_once_more(
-    how: str, stages: int, count: int, tmp_path: Path
-) -> None:
+def test_a_replacement_that_differs_is_dismissed_and_tried_once_more(how, stages, count, tmp_path):
     expected, model = Optimized("SGD", "none"), Optimized("SGD", "none")
     on_one_device(max_epochs=2).fit(expected)
     run = train(model, stages, 1, Wrong(how, count, tmp_path), max_epochs=2)

@@ -6,7 +6,6 @@ What a step may be, and what is refused, is in tests/model/test_chain_parts.py; 
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -57,7 +56,7 @@ class Vision(L.LightningModule):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
 
-    def test_step(self, batch: Any, batch_idx: int) -> None:
+    def test_step(self, batch, batch_idx):
         self.log("test_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -160,7 +159,7 @@ def gpt_alone(clip: float | None = None, epochs: int = 1) -> dict[str, Tensor]:
     [((2, 2), [Fault("kill", 1, 0, step=3)]), ((1, 3), []), ((2, 2), [Fault("kill", 0, 1, step=2, at="reduce")])],
     ids=str,
 )
-def test_all_that_a_user_sees_is_that_of_one_device(grid: tuple[int, int], faults: list[Fault]) -> None:
+def test_all_that_a_user_sees_is_that_of_one_device(grid, faults):
     expected, metrics, tested, predicted = vision_alone()
     model, run = Vision().double(), on_grid(*grid, faults)
     assert train(run, model, images(), BATCH // grid[0]) == pytest.approx(metrics)
@@ -182,9 +181,7 @@ def test_all_that_a_user_sees_is_that_of_one_device(grid: tuple[int, int], fault
     ],
     ids=str,
 )
-def test_what_is_outside_of_the_chain_trains_as_one_parameter(
-    grid: tuple[int, int], faults: list[Fault], clip: float | None
-) -> None:
+def test_what_is_outside_of_the_chain_trains_as_one_parameter(grid, faults, clip):
     model, run = Gpt().double(), on_grid(*grid, faults, gradient_clip_val=clip)
     train(run, model, text(), BATCH // grid[0])
     assert sorted(failures(run)) == sorted((fault.pipeline, fault.stage) for fault in faults)
@@ -192,7 +189,7 @@ def test_what_is_outside_of_the_chain_trains_as_one_parameter(
     assert model.head.weight is model.embed.weight
 
 
-def test_noise_and_dropout_are_the_same_on_all_grids() -> None:
+def test_noise_and_dropout_are_the_same_on_all_grids():
     def weights(pipelines: int, stages: int, faults: list[Fault]) -> dict[str, Tensor]:
         model = Gpt(dropout=0.3, noise=0.1).double()
         train(on_grid(pipelines, stages, faults), model, text(), BATCH // pipelines)
@@ -203,15 +200,10 @@ def test_noise_and_dropout_are_the_same_on_all_grids() -> None:
     assert difference(expected, gpt_alone()) > 1e-4
 
 
-def test_a_replacement_joins() -> None:
+def test_a_replacement_joins():
     model = Gpt().double()
     run = on_grid(
-        2,
-        2,
-        [Fault("kill", 0, 1, step=2)],
-        {"max_restarts": 10},
-        callbacks=[AwaitReplacement([5, 8])],
-        max_epochs=2,
+        2, 2, [Fault("kill", 0, 1, step=2)], {"max_restarts": 10}, callbacks=[AwaitReplacement([5, 8])], max_epochs=2
     )
     train(run, model, text(), BATCH // 2)
     assert rejoined(run) == [(0, 1)]
@@ -219,7 +211,7 @@ def test_a_replacement_joins() -> None:
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["file", "folder"])
-def test_a_checkpoint_is_that_of_one_device_and_resumes_on_another_grid(sharded: bool, tmp_path: Path) -> None:
+def test_a_checkpoint_is_that_of_one_device_and_resumes_on_another_grid(sharded, tmp_path):
     def saves(folder: str) -> ModelCheckpoint:
         return ModelCheckpoint(tmp_path / folder, save_top_k=-1, every_n_train_steps=4, filename="{step}")
 
@@ -254,7 +246,7 @@ class Trained(Gpt):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2, eps=1e-5)
 
 
-def test_parameters_are_thawed_later_and_averaged() -> None:
+def test_parameters_are_thawed_later_and_averaged():
     ours, theirs = Trained().double(), Trained().double()
     averaged = {"decay": 0.8}
     alone = on_one_device(max_epochs=2, callbacks=[Thaws(), EMAWeightAveraging(**averaged)])
@@ -280,7 +272,7 @@ class Annealed(Vision):
 
 
 @pytest.mark.parametrize("step", sampled([3, 5], 1))
-def test_a_step_that_is_served_once_more_sees_the_counters_of_its_time(step: int) -> None:
+def test_a_step_that_is_served_once_more_sees_the_counters_of_its_time(step):
     """The first stage loses a worker when the last one has applied the step, which may end an epoch."""
     ours, theirs = Annealed().double(), Annealed().double()
     on_one_device(max_epochs=2).fit(theirs, DataLoader(images(), BATCH))
@@ -306,7 +298,7 @@ class AutoEncoder(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_layers_are_named_by_the_user() -> None:
+def test_layers_are_named_by_the_user():
     ours, theirs = AutoEncoder().double(), AutoEncoder().double()
     on_one_device(max_epochs=1).fit(theirs, DataLoader(images(), BATCH))
     strategy = {"layers": ["encoder", "decoder"], "partition": [1, 5], "num_microbatches": 1}
@@ -338,7 +330,7 @@ class Layers(PipelineModule):
         (Layers, {"layers": "layers"}, ["is a PipelineModule", "Leave the option out"]),
     ],
 )
-def test_what_cannot_be_cut_is_refused_by_name(model: Any, strategy: Any, words: list[str]) -> None:
+def test_what_cannot_be_cut_is_refused_by_name(model, strategy, words):
     stages = strategy.pop("pipeline_parallel_size", 2)
     run = on_grid(1, stages, strategy=strategy, num_sanity_val_steps=0)
     with pytest.raises(ConfigurationError) as caught:
@@ -363,7 +355,7 @@ class Collects(AutoEncoder):
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_what_steps_collect_reaches_all_stages(microbatches: int) -> None:
+def test_what_steps_collect_reaches_all_stages(microbatches):
     strategy = {"layers": ["encoder", "decoder"], "num_microbatches": microbatches}
     run = on_grid(1, 2, strategy=strategy)
     run.fit(Collects().double(), DataLoader(images(), BATCH))

@@ -40,7 +40,7 @@ from lightning_recycle.planning.routing import CompactSchedule, Lane, compact, l
 pytestmark = pytest.mark.long
 
 
-def test_the_first_steps_measure_a_profile_that_plans_later_runs(tmp_path: Path) -> None:
+def test_the_first_steps_measure_a_profile_that_plans_later_runs(tmp_path):
     exact_fit(Regression().double(), 2, 2, default_root_dir=tmp_path, strategy={"profile": "auto"})
     path = tmp_path / "profile.json"
     profile = load_profile(path)
@@ -61,7 +61,7 @@ def test_the_first_steps_measure_a_profile_that_plans_later_runs(tmp_path: Path)
         fit(Regression().double(), 2, 3, strategy={"profile": path})
 
 
-def test_plans_are_taken_from_the_library_and_added_to_it(tmp_path: Path) -> None:
+def test_plans_are_taken_from_the_library_and_added_to_it(tmp_path):
     library = tmp_path / "plans"
     fit(Regression().double(), 2, 2, data=dataset(24 * 60), max_steps=60, strategy={"plan_library": library})
     stored = sorted(library.glob("*.plan.gz"))
@@ -101,7 +101,7 @@ def offline(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("one", "other"), sampled(PAIRS, 2), ids=str)
-def test_no_plan_is_made_while_any_two_workers_are_lost(offline: dict[str, Any], one: Worker, other: Worker) -> None:
+def test_no_plan_is_made_while_any_two_workers_are_lost(offline, one, other):
     faults = [Fault("kill", one.pipeline, one.stage, step=1), Fault("kill", other.pipeline, other.stage, step=3)]
     before = {path: path.stat().st_mtime_ns for path in offline["plan_library"].iterdir()}
     run = exact_fit(Regression().double(), 3, 2, faults, strategy=offline)
@@ -152,9 +152,7 @@ class AwaitBetter(L.Callback):
 
 
 @pytest.mark.parametrize("fault", sampled([Fault("kill", 1, 0, step=2), Fault("kill", 0, 1, step=2)], 1), ids=str)
-def test_after_a_failure_a_users_planner_improves_the_plan_that_was_made_in_need(
-    fault: Fault, offline: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_failure_a_users_planner_improves_the_plan_that_was_made_in_need(fault, offline, tmp_path, monkeypatch):
     """The weights are exact across the change, and nobody regroups for it. A profile makes the gain always the same."""
     monkeypatch.setattr(plan_provider, "HeuristicPlanner", OneAtATime)
     gate = tmp_path / "gate"
@@ -180,7 +178,7 @@ def test_after_a_failure_a_users_planner_improves_the_plan_that_was_made_in_need
     assert len(sources(run)) == 2
 
 
-def test_a_damaged_plan_is_reported_and_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_plan_is_reported_and_made_again(tmp_path, caplog):
     library = tmp_path / "plans"
     fit(Regression().double(), 2, 2, strategy={"plan_library": library})
     for path in library.glob("*.plan.gz"):
@@ -196,7 +194,7 @@ class OneByOne:
         return plan(problem) if problem.failed else one_f_one_b(problem)
 
 
-def test_a_users_planner_is_asked(tmp_path: Path) -> None:
+def test_a_users_planner_is_asked(tmp_path):
     run = exact_fit(Regression().double(), 2, 2, [Fault("kill", 0, 0, step=5)], strategy={"planner": OneByOne()})
     assert not run.strategy.schedules[0].problem.technique.split_backward
     assert run.strategy.schedules[1].failed == {Worker(0, 0)}
@@ -212,7 +210,7 @@ def test_a_users_planner_is_asked(tmp_path: Path) -> None:
     ],
     ids=["plain", "clipped by value", "clipped by norm", "clipped by norm, accumulated"],
 )
-def test_the_plan_is_staggered_only_if_the_steps_are(options: dict[str, Any], staggered: bool) -> None:
+def test_the_plan_is_staggered_only_if_the_steps_are(options, staggered):
     run = fit(Regression().double(), 2, 2, max_steps=1, **options)
     assert run.strategy.schedules[0].problem.technique.staggered is staggered
 
@@ -238,7 +236,7 @@ CODED_KILLS = [
     sampled(CODED_KILLS, 1),
     ids=lambda faults: ", ".join(f"{fault.pipeline}-{fault.stage}" for fault in faults),
 )
-def test_coded_plans_are_run_and_lose_nothing(faults: list[Fault]) -> None:
+def test_coded_plans_are_run_and_lose_nothing(faults):
     """Lanes of live workers, and workers in no lane, which only reduce and step."""
     run = exact_fit(Regression().double(), 3, 2, faults, strategy={"planner": ByLanes()})
     schedules = run.strategy.schedules

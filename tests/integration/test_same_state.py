@@ -10,12 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import (
-    EarlyStopping,
-    LearningRateMonitor,
-    ModelCheckpoint,
-    Timer,
-)
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, Timer
 from lightning.pytorch.loggers import CSVLogger
 from state_graph import describe, differences
 from support.growth import AwaitReplacement, happened, rejoined
@@ -66,7 +61,7 @@ class EpochDiary(L.Callback):
 
 
 @pytest.mark.long
-def test_a_replacement_in_an_epoch_logs_it_whole_and_steps_with_the_learning_rate_of_its_peers(tmp_path: Path) -> None:
+def test_a_replacement_in_an_epoch_logs_it_whole_and_steps_with_the_learning_rate_of_its_peers(tmp_path):
     def train(name: str, faults: Sequence[Fault]) -> tuple[L.Trainer, dict[str, Tensor], dict[int, Any]]:
         (tmp_path / name).mkdir()
         model = Plateau().double()
@@ -182,7 +177,7 @@ class GraphDiary(L.Callback):
 
 
 @pytest.mark.long
-def test_who_joins_holds_what_its_peers_hold(tmp_path: Path) -> None:
+def test_who_joins_holds_what_its_peers_hold(tmp_path):
     (tmp_path / "states").mkdir()
     callbacks = [
         AwaitReplacement([7]),
@@ -229,7 +224,7 @@ class ChangesItsRate(L.Callback):
             trainer.optimizers[0].param_groups[0]["lr"] = 0.0625
 
 
-def test_a_worker_with_another_learning_rate_than_its_peers_ends_the_run() -> None:
+def test_a_worker_with_another_learning_rate_than_its_peers_ends_the_run():
     with pytest.raises(ReCycleError, match=r"After step 3 .*lr is 0\.(2|0625) on worker .*0\.(2|0625)"):
         fit(Plateau().double(), 2, 2, data=DATA, callbacks=[ChangesItsRate()], max_steps=10)
 
@@ -254,9 +249,7 @@ def grow(pipelines: int, stages: int, wrong: int) -> L.Trainer:
 
 
 @pytest.mark.parametrize(("pipelines", "stages"), sampled([(3, 1), (3, 2), (2, 1), (2, 2)], 2, rest=pytest.mark.long))
-def test_a_replacement_with_another_learning_rate_is_dismissed_and_the_weights_are_exact(
-    pipelines: int, stages: int
-) -> None:
+def test_a_replacement_with_another_learning_rate_is_dismissed_and_the_weights_are_exact(pipelines, stages):
     run = grow(pipelines, stages, wrong=1)
     (found,) = happened(run, "dismissed")
     assert found.worker == (1, 0)
@@ -267,7 +260,7 @@ def test_a_replacement_with_another_learning_rate_is_dismissed_and_the_weights_a
 
 
 @pytest.mark.long
-def test_after_two_such_dismissals_the_position_stays_empty() -> None:
+def test_after_two_such_dismissals_the_position_stays_empty():
     run = grow(3, 1, wrong=100)
     assert not happened(run, "corruption")  # its device is well
     assert [found.details["stays_empty"] for found in happened(run, "dismissed")] == [False, True]

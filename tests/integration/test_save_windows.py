@@ -105,8 +105,8 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[int, int]
 
 @pytest.mark.parametrize(("grid", "sharded", "point", "number", "seed"), sampled(CASES, 4, seed=5))
 def test_files_are_those_that_callbacks_remember_whenever_a_writer_dies(
-    grid: tuple[int, int], sharded: bool, point: str, number: int, seed: int, known: Any, tmp_path: Path
-) -> None:
+    grid, sharded, point, number, seed, known, tmp_path
+):
     draws = random.Random(f"{grid} {sharded} {point} {number} {seed}")
     dies = Dies(point, number, then_leader=draws.random() < 0.4)
     restarts = {"max_restarts": draws.choice([0, 2])}

@@ -96,7 +96,7 @@ def kill_from_outside(folder: Path) -> dict[str, Any]:
     return dict(after)
 
 
-def test_a_worker_that_is_killed_is_seen_and_the_result_is_that_of_an_undisturbed_run(tmp_path: Path) -> None:
+def test_a_worker_that_is_killed_is_seen_and_the_result_is_that_of_an_undisturbed_run(tmp_path):
     seen: dict[str, Any] = {}
     model, run = trained_while(lambda: seen.update(kill_from_outside(tmp_path)), tmp_path)
     assert failures(run) == [(1, 0)]
@@ -140,7 +140,7 @@ class Cells(HTMLParser):
 
 
 @pytest.mark.long
-def test_the_page_shows_the_run_in_a_real_browser(tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_shows_the_run_in_a_real_browser(tmp_path, port, monkeypatch):
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("needs chromium")
@@ -167,7 +167,7 @@ def test_the_page_shows_the_run_in_a_real_browser(tmp_path: Path, port: int, mon
     assert any(address.startswith("schedule.svg?plan=") for address in page.requested)
 
 
-def test_a_wrong_address_is_an_error_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_address_is_an_error_before_anything_starts(monkeypatch):
     with pytest.raises(ConfigurationError, match=r"MonitoringOptions\(status\)='nowhere'"):
         fit(Regression().double(), 2, 2, strategy={"status": "nowhere"})
     monkeypatch.setenv("RECYCLE_HTTP", "nowhere")
@@ -178,7 +178,7 @@ def test_a_wrong_address_is_an_error_before_anything_starts(monkeypatch: pytest.
         fit(Regression().double(), 2, 2)
 
 
-def test_a_run_that_is_not_to_be_seen_is_not_found(tmp_path: Path) -> None:
+def test_a_run_that_is_not_to_be_seen_is_not_found(tmp_path):
     seen: list[Any] = []
 
     def look() -> None:
@@ -203,7 +203,7 @@ def disturbed() -> None:
 
 
 @pytest.mark.long
-def test_every_line_of_a_run_is_json_if_that_is_wanted(tmp_path: Path) -> None:
+def test_every_line_of_a_run_is_json_if_that_is_wanted(tmp_path):
     environment = {**os.environ, "RECYCLE_LOG": "json", "PYTHONPATH": os.pathsep.join(map(str, sys.path))}
     script = "if __name__ == '__main__':\n    from test_seen_runs import disturbed\n    disturbed()"
     command = [sys.executable, "-c", script]
@@ -247,9 +247,7 @@ def dashboards() -> set[str]:
 
 
 @pytest.mark.long
-def test_the_dashboard_and_the_alerts_ask_for_metrics_that_prometheus_has_scraped(
-    tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_dashboard_and_the_alerts_ask_for_metrics_that_prometheus_has_scraped(tmp_path, port, monkeypatch):
     pytest.importorskip("prometheus_client", reason="the extra 'metrics' is not installed")
     prometheus, promtool = shutil.which("prometheus"), shutil.which("promtool")
     scraped: set[str] = set()

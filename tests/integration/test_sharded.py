@@ -109,14 +109,12 @@ LONG: list[Any] = [
     [*ALWAYS, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)],
     ids=name,
 )
-def test_weights_equal_those_of_a_plain_loop_whichever_member_is_killed(
-    module: type[L.LightningModule], grid: tuple[int, ...], kills: list[Kill], options: dict[str, Any]
-) -> None:
+def test_weights_equal_those_of_a_plain_loop_whichever_member_is_killed(module, grid, kills, options):
     exact_fit(module(), grid, *kills, **options)
 
 
 @pytest.mark.parametrize("grid", [TENSOR, pytest.param(FSDP, marks=pytest.mark.long)], ids=str)
-def test_a_replacement_gets_the_shards_of_its_column(grid: tuple[int, ...]) -> None:
+def test_a_replacement_gets_the_shards_of_its_column(grid):
     """Later the position from which it has its state is lost."""
     limits = {"max_steps": 20, "max_epochs": 9, "strategy": {"max_restarts": 4}}
     exact_fit(Ordinary(), grid, Kill(1, 1, 2), Kill(2, 18, 1), Waits(2), **limits)
@@ -131,7 +129,7 @@ class Hang(Kill):
 
 
 @pytest.mark.long
-def test_a_member_that_hangs_is_told_from_its_sibling_that_waits_for_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_member_that_hangs_is_told_from_its_sibling_that_waits_for_it(caplog):
     exact_fit(Ordinary(), TENSOR, Hang(1, 2, 0), HeartbeatCallback(interval=0.2, timeout=2.0))
     assert "Worker (0, 0, 1) was lost" in caplog.text
 
@@ -146,7 +144,7 @@ def test_a_member_that_hangs_is_told_from_its_sibling_that_waits_for_it(caplog: 
     ],
     ids=["without peers", "one column twice", "two columns"],
 )
-def test_a_stage_is_lost_with_its_last_whole_position(grid: tuple[int, int, int], kill: L.Callback) -> None:
+def test_a_stage_is_lost_with_its_last_whole_position(grid, kill):
     with pytest.raises(StageLostError, match="stage 1"):
         fit(Piped(), grid, kill)
 
@@ -162,9 +160,7 @@ def test_a_stage_is_lost_with_its_last_whole_position(grid: tuple[int, int, int]
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_not_supported_is_refused_before_a_worker_starts(
-    module: L.LightningModule, options: dict[str, Any], expected: str
-) -> None:
+def test_what_is_not_supported_is_refused_before_a_worker_starts(module, options, expected):
     strategy = recycle_strategy(**{"tensor_parallel_size": 2, **options.pop("strategy", {})})
     trainer = L.Trainer(accelerator="cpu", strategy=strategy, **{"devices": 2, "max_steps": 1, **QUIET, **options})
     with pytest.raises((UnsupportedFeatureError, ConfigurationError), match=expected):
@@ -187,10 +183,10 @@ class Misnamed(Ordinary):
 
 
 @pytest.mark.long
-def test_a_plan_that_names_no_module_is_an_error_and_an_idle_mesh_a_warning(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_that_names_no_module_is_an_error_and_an_idle_mesh_a_warning(capfd):
     with pytest.raises(ConfigurationError, match=r"its plan names 'upp'"):
         fit(Misnamed(), (1, 1, 2))
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]  # workers write to where stderr was when it started
+    forkserver._forkserver._stop()  # workers write to where stderr was when it started
     exact_fit(Idle(), (1, 1, 2))
     assert "2 processes of each position do the same work" in capfd.readouterr().err
 
@@ -207,7 +203,7 @@ class Metered(Ordinary):
         self.log("samples", self.samples)
 
 
-def test_the_members_of_a_position_are_no_replicas_for_metrics() -> None:
+def test_the_members_of_a_position_are_no_replicas_for_metrics():
     trainer = fit(Metered(), TENSOR, validates=True, val_check_interval=4)
     assert float(trainer.callback_metrics["samples"]) == len(dataset())
 
@@ -227,7 +223,7 @@ class KeepsItsMesh(Ordinary):
 
 
 @pytest.mark.long
-def test_meshes_and_sharded_tensors_in_attributes_travel_to_replacements_and_stay_in_the_workers() -> None:
+def test_meshes_and_sharded_tensors_in_attributes_travel_to_replacements_and_stay_in_the_workers():
     module = KeepsItsMesh()
     exact_fit(module, TENSOR, Kill(1, 1, 2), Waits(2), max_steps=8, strategy={"max_restarts": 4})
     assert not hasattr(module, "mesh")

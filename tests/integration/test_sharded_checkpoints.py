@@ -69,8 +69,8 @@ RUNS: list[Any] = [
 
 @pytest.mark.parametrize(("module", "writer", "reader", "sharded"), RUNS, ids=name)
 def test_a_checkpoint_is_that_of_one_device_and_goes_on_with_any_number_of_stages_and_members(
-    module: Any, writer: tuple[int, ...], reader: tuple[int, ...], sharded: bool, tmp_path: Path
-) -> None:
+    module, writer, reader, sharded, tmp_path
+):
     kills = [Kill(0, 2, 3)] if (writer, reader) == (TENSOR, ONE) else []
     checks = {"enable_checkpointing": True, "validates": True, "val_check_interval": STEPS}
     trainer = train(module(), writer, saving(tmp_path), *kills, sharded=sharded, **checks)
@@ -96,7 +96,7 @@ class ReadsShards(Ordinary):
 
 
 @pytest.mark.long
-def test_no_member_has_whole_tensors_of_a_folder(tmp_path: Path) -> None:
+def test_no_member_has_whole_tensors_of_a_folder(tmp_path):
     train(Ordinary(), TENSOR, saving(tmp_path), sharded=True, enable_checkpointing=True)
     train(ReadsShards(), FOUR, max_steps=2 * STEPS, ckpt_path=tmp_path / f"step={STEPS}.ckpt")
 
@@ -106,7 +106,7 @@ def test_no_member_has_whole_tensors_of_a_folder(tmp_path: Path) -> None:
     [AtHook(1, "on_save_checkpoint"), pytest.param(AtPoint(0, "checkpoint", 2), marks=pytest.mark.long)],
     ids=name,
 )
-def test_a_folder_is_complete_though_a_member_dies_that_writes_it(victim: L.Callback, tmp_path: Path) -> None:
+def test_a_folder_is_complete_though_a_member_dies_that_writes_it(victim, tmp_path):
     train(Ordinary(), TENSOR, saving(tmp_path), victim, sharded=True, enable_checkpointing=True)
     files = sorted(path.name for path in (tmp_path / "step=2.ckpt").iterdir())
     assert files == [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json", "meta.pt"]
@@ -114,7 +114,7 @@ def test_a_folder_is_complete_though_a_member_dies_that_writes_it(victim: L.Call
 
 
 @pytest.mark.long
-def test_a_folder_of_members_is_consolidated_for_one_device(tmp_path: Path) -> None:
+def test_a_folder_of_members_is_consolidated_for_one_device(tmp_path):
     """From the end of an epoch, as one device begins the epoch again that it was in."""
     epoch = len(dataset()) // GLOBAL
     train(Ordinary(), (1, 1, 2), saving(tmp_path), sharded=True, max_steps=epoch, enable_checkpointing=True)
@@ -134,9 +134,7 @@ def test_a_folder_of_members_is_consolidated_for_one_device(tmp_path: Path) -> N
     ],
     ids=name,
 )
-def test_a_run_starts_again_after_a_column_is_lost(
-    module: Any, grid: tuple[int, ...], kill: KillTwo, sharded: bool, tmp_path: Path
-) -> None:
+def test_a_run_starts_again_after_a_column_is_lost(module, grid, kill, sharded, tmp_path):
     strategy = {"on_stage_lost": "restart", "max_restarts": 2, "save_distributed_checkpoint": sharded}
     one = module()
     trainer: Any = fit(one, grid, saving(tmp_path), kill, strategy=strategy, enable_checkpointing=True)

@@ -44,21 +44,21 @@ class Asks:
         self.seen: list[tuple[str, int, float]] = []
 
     def note(self, hook: str, value: float) -> None:
-        self.seen.append((hook, self.trainer.global_step, value))  # type: ignore[attr-defined]
+        self.seen.append((hook, self.trainer.global_step, value))
 
     def on_train_batch_start(self, *_: Any) -> None:
-        self.note("start", norm(self.parameters()))  # type: ignore[attr-defined]
+        self.note("start", norm(self.parameters()))
 
     def on_before_optimizer_step(self, *_: Any) -> None:
-        self.note("gradient", norm(p.grad for p in self.parameters()))  # type: ignore[attr-defined]
+        self.note("gradient", norm(p.grad for p in self.parameters()))
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.note("end", norm(self.parameters()))  # type: ignore[attr-defined]
+        self.note("end", norm(self.parameters()))
         if hasattr(self, "model"):
             with torch.no_grad():
                 self.note("output", float(self.model(dataset()[:6][0]).sum()))
-        self.all_gather(torch.ones(1))  # type: ignore[attr-defined]
-        self.note("again", norm(self.parameters()))  # type: ignore[attr-defined]
+        self.all_gather(torch.ones(1))
+        self.note("again", norm(self.parameters()))
 
 
 class AsksAll(Asks, Ordinary):
@@ -131,7 +131,7 @@ PLACES = [
 
 
 @pytest.mark.parametrize(("grid", "rank", "number", "when"), sampled(PLACES, 1), ids=str)
-def test_a_kill_at_a_collective_of_a_hook(grid: tuple[int, ...], rank: int, number: int, when: str) -> None:
+def test_a_kill_at_a_collective_of_a_hook(grid, rank, number, when):
     module = AsksAll()
     exact_fit(module, grid, AtHookCollective(rank, 1, number, when))
     values = expected(parts_of(grid))
@@ -141,7 +141,7 @@ def test_a_kill_at_a_collective_of_a_hook(grid: tuple[int, ...], rank: int, numb
 
 @pytest.mark.long
 @pytest.mark.parametrize("rank", [1, 5])
-def test_hooks_of_several_stages(rank: int) -> None:
+def test_hooks_of_several_stages(rank):
     """A stage's hooks run collectives of its own layers."""
     exact_fit(AsksOfStage(), (2, 2, 2), AtHookCollective(rank, 1, 2))
 
@@ -162,7 +162,7 @@ class AsksEarly(AsksAll):
 
 @pytest.mark.long
 @pytest.mark.parametrize("grid", [TENSOR, FSDP], ids=str)
-def test_members_are_replaced_after_it(grid: tuple[int, ...]) -> None:
+def test_members_are_replaced_after_it(grid):
     """The new ones run the hooks before their first step alone."""
     module = AsksEarly()
     checks = {"max_steps": 20, "max_epochs": 9, "validates": True, "val_check_interval": 2}

@@ -7,7 +7,6 @@ seconds each).
 import itertools
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -52,13 +51,13 @@ def every_collective() -> list[Any]:
 
 
 @pytest.mark.parametrize("stages", COLLECTIVES)
-def test_the_matrix_holds_every_collective(stages: int, tmp_path: Path) -> None:
+def test_the_matrix_holds_every_collective(stages, tmp_path):
     fit(Piped(), (2, stages, 2), AtCollective(1, 1, None, report=tmp_path / "seen"))
     assert int((tmp_path / "seen").read_text()) == COLLECTIVES[stages]
 
 
 @pytest.mark.parametrize(("stages", "rank", "step", "number", "when"), sampled(every_collective(), 2))
-def test_a_kill_at_a_collective_of_the_layers(stages: int, rank: int, step: int, number: int, when: str) -> None:
+def test_a_kill_at_a_collective_of_the_layers(stages, rank, step, number, when):
     exact_fit(Piped(), (2, stages, 2), AtCollective(rank, step, number, when))
 
 
@@ -104,7 +103,7 @@ OUTSIDE = [*STARTS, *IN_VALIDATION, *IN_CHECKPOINT, *LATER]
     ],
     ids=name,
 )
-def test_a_kill_outside_of_steps(victim: Victim, grid: tuple[int, ...], tmp_path: Path) -> None:
+def test_a_kill_outside_of_steps(victim, grid, tmp_path):
     """Checkpoints that are to be written in the background are waited for."""
     keep = ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=2, save_last=True)
     checks = {"enable_checkpointing": True, "validates": True, "val_check_interval": 2}
@@ -114,10 +113,7 @@ def test_a_kill_outside_of_steps(victim: Victim, grid: tuple[int, ...], tmp_path
     assert max(float((stored[f"model.{n}"] - p).abs().max()) for n, p in expected.named_parameters()) < TOLERANCE
 
 
-OF_FOUR = [
-    ([KillTwo(4, 7, step=0, operation=2)], 1),
-    ([Kill(2, 1, 1), WhileReleased(3)], 1),
-]
+OF_FOUR = [([KillTwo(4, 7, step=0, operation=2)], 1), ([Kill(2, 1, 1), WhileReleased(3)], 1)]
 """Of positions of two shards and two processes of tensor parallelism."""
 
 
@@ -127,7 +123,7 @@ OF_FOUR = [
     [*((grid, *case) for grid in ((3, 1, 2), (3, 1, 2, 1)) for case in TWICE), *((BOTH, *case) for case in OF_FOUR)],
     ids=name,
 )
-def test_two_kills(grid: tuple[int, ...], victims: list[L.Callback], losses: int) -> None:
+def test_two_kills(grid, victims, losses):
     exact_fit(Ordinary(), grid, *victims, losses=losses)
 
 
@@ -136,6 +132,6 @@ def test_two_kills(grid: tuple[int, ...], victims: list[L.Callback], losses: int
 @pytest.mark.parametrize(
     ("victims", "losses"), [([victim], 1) for victim in [*STARTS, *IN_VALIDATION]] + TWICE, ids=name
 )
-def test_members_are_replaced_after_it(victims: list[L.Callback], losses: int, grid: tuple[int, ...]) -> None:
+def test_members_are_replaced_after_it(victims, losses, grid):
     checks = {"validates": True, "val_check_interval": 2, "max_epochs": 9, "max_steps": 16}
     exact_fit(Ordinary(), grid, *victims, Waits(4, of=6), losses=losses, strategy={"max_restarts": 8}, **checks)

@@ -75,7 +75,7 @@ def lose_stage(directory: Path, how: str, pipelines: int = 2, stage: int = 0) ->
 @pytest.mark.parametrize(
     ("how", "step"), sampled([("intact", 8), ("removed", 4), ("cut", 4), ("overwritten", 4)], 1, rest=pytest.mark.long)
 )
-def test_training_starts_again_from_the_newest_checkpoint_that_is_whole(how: str, step: int, tmp_path: Path) -> None:
+def test_training_starts_again_from_the_newest_checkpoint_that_is_whole(how, step, tmp_path):
     run = lose_stage(tmp_path, how)
     (lost,) = happened(run, "stage_lost")
     assert lost.details["stage"] == 0
@@ -89,7 +89,7 @@ def test_training_starts_again_from_the_newest_checkpoint_that_is_whole(how: str
 
 @pytest.mark.parametrize("pipelines", sampled([1, 2], 1, rest=pytest.mark.long))
 @pytest.mark.long
-def test_all_processes_are_killed_at_once_and_the_same_grid_starts_again(pipelines: int, tmp_path: Path) -> None:
+def test_all_processes_are_killed_at_once_and_the_same_grid_starts_again(pipelines, tmp_path):
     """As the OOM killer does, or somebody who ends all processes of a user."""
     checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1, filename="{step}")
     marks = [Marks(tmp_path), Pace(0.1)]
@@ -149,9 +149,7 @@ class Dies(L.Callback):
         rest=pytest.mark.long,
     ),
 )
-def test_a_loss_that_comes_back_without_a_newer_checkpoint_ends_the_run(
-    max_restarts: int, why: str, tmp_path: Path
-) -> None:
+def test_a_loss_that_comes_back_without_a_newer_checkpoint_ends_the_run(max_restarts, why, tmp_path):
     checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1, filename="{step}")
     with pytest.raises(StageLostError, match=why):
         fit(
@@ -168,9 +166,7 @@ def test_a_loss_that_comes_back_without_a_newer_checkpoint_ends_the_run(
 
 
 @pytest.mark.parametrize("background", sampled([False, True], 1, rest=pytest.mark.long))
-def test_by_default_it_starts_again_from_a_checkpoint_that_a_run_can_go_on_from(
-    background: bool, tmp_path: Path
-) -> None:
+def test_by_default_it_starts_again_from_a_checkpoint_that_a_run_can_go_on_from(background, tmp_path):
     whole = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1, filename="{step}")
     weights = ModelCheckpoint(tmp_path, "w-{step}", every_n_train_steps=5, save_top_k=-1, save_weights_only=True)
     faults = [Fault("kill", d, 0, step=6) for d in range(2)]
@@ -184,7 +180,7 @@ def test_by_default_it_starts_again_from_a_checkpoint_that_a_run_can_go_on_from(
     assert "lightning_recycle" not in torch.load(tmp_path / "w-step=5.ckpt")
 
 
-def test_large_data_of_the_training_is_there_after_the_restart(tmp_path: Path) -> None:
+def test_large_data_of_the_training_is_there_after_the_restart(tmp_path):
     """A checkpoint names what has not changed since the run began; DataLoaders exist only when the training begins."""
     data = dataset(LARGE // dataset(1).tensors[0].nbytes + 1)
     saving = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}")
@@ -198,7 +194,7 @@ def test_large_data_of_the_training_is_there_after_the_restart(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("saving", "on_stage_lost"), [({"save_weights_only": True}, "auto"), ({}, "raise")], ids=["weights", "raise"]
 )
-def test_otherwise_the_loss_is_an_error_by_default(saving: Any, on_stage_lost: str, tmp_path: Path) -> None:
+def test_otherwise_the_loss_is_an_error_by_default(saving, on_stage_lost, tmp_path):
     checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1, filename="{step}", **saving)
     options: dict[str, Any] = {"callbacks": [checkpoints], "enable_checkpointing": True}
     strategy = {"on_stage_lost": on_stage_lost}
@@ -206,7 +202,7 @@ def test_otherwise_the_loss_is_an_error_by_default(saving: Any, on_stage_lost: s
         fit(Regression().double(), 1, 1, [Fault("kill", 0, 0, 6)], data=DATA, strategy=strategy, **options)
 
 
-def test_without_a_checkpoint_the_loss_is_an_error() -> None:
+def test_without_a_checkpoint_the_loss_is_an_error():
     faults = [Fault("kill", 0, 1, 2), Fault("kill", 1, 1, 3)]
     with pytest.raises(StageLostError, match=r"All 2 replicas of stage 1 are lost") as caught:
         fit(Regression().double(), 2, 2, faults, strategy={"on_stage_lost": "restart"})

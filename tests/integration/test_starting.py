@@ -161,7 +161,7 @@ def check(said: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("start", sampled(STARTS, 1))
-def test_workers_and_replacements_have_what_the_script_defines(start: str, tmp_path: Path) -> None:
+def test_workers_and_replacements_have_what_the_script_defines(start, tmp_path):
     folder = tmp_path / "application"
     folder.mkdir()
     paths = [str(TESTS), str(folder if start == "python -m" else tmp_path), os.environ.get("PYTHONPATH", "")]
@@ -178,7 +178,7 @@ def test_workers_and_replacements_have_what_the_script_defines(start: str, tmp_p
 
 
 @pytest.mark.long
-def test_a_notebook_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_trains(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     cells = [nbformat.v4.new_code_cell(part.strip()) for part in (DEFINITIONS, TRAINING)]

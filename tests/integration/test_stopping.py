@@ -91,7 +91,7 @@ def train(*callbacks: Any, faults: Any = (), grid: tuple[int, int] = (2, 2), **k
         ),
     ],
 )
-def test_where_all_workers_ask_they_stop_like_a_single_device(hook: str, step: int) -> None:
+def test_where_all_workers_ask_they_stop_like_a_single_device(hook, step):
     alone, ours = Stops(hook, step), Stops(hook, step)
     expected = on_one_device(max_epochs=EPOCHS, max_steps=-1, callbacks=[alone])
     loader = DataLoader(DATA, batch_size=GLOBAL_BATCH)
@@ -128,9 +128,7 @@ def test_where_all_workers_ask_they_stop_like_a_single_device(hook: str, step: i
         ),
     ],
 )
-def test_where_only_some_ask_all_stop_together_after_one_of_the_next_steps(
-    hook: str, step: int, ranks: set[int]
-) -> None:
+def test_where_only_some_ask_all_stop_together_after_one_of_the_next_steps(hook, step, ranks):
     run, _ = train(Stops(hook, step, ranks))
     assert step < run.global_step <= step + 4  # the hooks of validations and epochs come when those end
     assert run.should_stop
@@ -157,7 +155,7 @@ class OwnClock(L.Callback):
 
 
 @pytest.mark.parametrize("seed", sampled(range(2), 1, rest=pytest.mark.long))
-def test_a_worker_that_asks_by_its_own_clock_and_dies_leaves_the_others_well(seed: int) -> None:
+def test_a_worker_that_asks_by_its_own_clock_and_dies_leaves_the_others_well(seed):
     draw = random.Random(seed)
     clock = OwnClock(draw.randrange(6), draw.uniform(0.05, 0.3), dies=True)
     run, _ = train(clock, grid=(3, 2))
@@ -166,7 +164,7 @@ def test_a_worker_that_asks_by_its_own_clock_and_dies_leaves_the_others_well(see
 
 
 @pytest.mark.long
-def test_who_joins_after_all_have_agreed_to_stop_stops_with_them() -> None:
+def test_who_joins_after_all_have_agreed_to_stop_stops_with_them():
     run, _ = train(
         Stops("on_train_batch_end", 2),
         AwaitReplacement([5]),

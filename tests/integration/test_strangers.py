@@ -28,7 +28,7 @@ def evictions(run: L.Trainer) -> list[Any]:
 
 
 @pytest.mark.long
-def test_a_run_with_a_kill_goes_on_among_strangers() -> None:
+def test_a_run_with_a_kill_goes_on_among_strangers():
     model, data = Regression().double(), dataset(GLOBAL_BATCH * STEPS)
     expected = plain_loop(model, data, STEPS)
     faults = [Fault("kill", pipeline=1, stage=0, step=10), Fault("kill", pipeline=2, stage=1, step=20)]
@@ -44,7 +44,7 @@ def test_a_run_with_a_kill_goes_on_among_strangers() -> None:
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(5))
-def test_a_run_that_loses_and_replaces_workers_goes_on_among_strangers(seed: int) -> None:
+def test_a_run_that_loses_and_replaces_workers_goes_on_among_strangers(seed):
     steps = 90
     model, data = Regression().double(), dataset(GLOBAL_BATCH * steps)
     expected = plain_loop(model, data, steps)

@@ -32,7 +32,7 @@ if __name__ == "__main__":
 
 @pytest.mark.long
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 puts the working directory first in any case")
-def test_a_package_in_the_working_directory_is_not_imported_instead(tmp_path: Path) -> None:
+def test_a_package_in_the_working_directory_is_not_imported_instead(tmp_path):
     other = tmp_path / "here" / "lightning_recycle"
     other.mkdir(parents=True)
     (other / "__init__.py").write_text("raise RuntimeError('the package of the working directory')")

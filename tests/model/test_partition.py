@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
@@ -14,7 +13,7 @@ def sizes(parts: Sequence[range]) -> list[int]:
     return [len(part) for part in parts]
 
 
-def test_stages_of_equal_layers_are_contiguous_and_even_and_later_ones_never_get_fewer() -> None:
+def test_stages_of_equal_layers_are_contiguous_and_even_and_later_ones_never_get_fewer():
     for num_layers, num_stages in itertools.product(range(1, 40), range(1, 12)):
         if num_stages <= num_layers:
             parts = even_parts(num_layers, num_stages)
@@ -25,7 +24,7 @@ def test_stages_of_equal_layers_are_contiguous_and_even_and_later_ones_never_get
 
 
 @pytest.mark.parametrize(("partition", "expected"), [("count", [2, 2]), ([1, 3], [1, 3]), ((3, 1), [3, 1])])
-def test_layers_are_dealt_as_asked(partition: Any, expected: list[int]) -> None:
+def test_layers_are_dealt_as_asked(partition, expected):
     parts = stage_layers(4, 2, partition)
     assert sizes(parts) == expected
     assert [index for part in parts for index in part] == [0, 1, 2, 3]
@@ -45,12 +44,12 @@ def test_layers_are_dealt_as_asked(partition: Any, expected: list[int]) -> None:
         ([True, 3], "use 'count', or the number of layers"),
     ],
 )
-def test_a_partition_that_does_not_fit_is_an_error_with_the_wrong_value(partition: Any, message: str) -> None:
+def test_a_partition_that_does_not_fit_is_an_error_with_the_wrong_value(partition, message):
     with pytest.raises(ConfigurationError, match=message):
         stage_layers(4, 2, PlanningOptions(partition=partition).partition)
 
 
-def test_fewer_layers_than_stages_is_an_error_however_they_are_dealt() -> None:
+def test_fewer_layers_than_stages_is_an_error_however_they_are_dealt():
     for partition in ("count", [1, 1]):
         with pytest.raises(ConfigurationError, match="1 layer, fewer than pipeline_parallel_size=2"):
-            stage_layers(1, 2, partition)  # type: ignore[arg-type]
+            stage_layers(1, 2, partition)

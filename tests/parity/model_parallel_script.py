@@ -129,7 +129,7 @@ class Llama(L.LightningModule):
     def train_dataloader(self) -> DataLoader[Any]:
         sampler, strategy = None, self.trainer.strategy
         if not isinstance(strategy, ReCycleStrategy):  # Lightning's would shuffle
-            sampler = DistributedSampler(RandomTokens(), shuffle=False, **strategy.distributed_sampler_kwargs)  # type: ignore[attr-defined]
+            sampler = DistributedSampler(RandomTokens(), shuffle=False, **strategy.distributed_sampler_kwargs)
         return DataLoader(RandomTokens(), self.batch_size, sampler=sampler)
 
 

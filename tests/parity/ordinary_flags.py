@@ -246,9 +246,7 @@ FLAGS: dict[str, Case] = {
         tolerance=0.05,
     ),
     "accumulate_grad_batches": Case(
-        ("`accumulate_grad_batches`",),
-        fits(Scheduled, accumulate_grad_batches=3),
-        lambda run: run.progress == (2, 4),
+        ("`accumulate_grad_batches`",), fits(Scheduled, accumulate_grad_batches=3), lambda run: run.progress == (2, 4)
     ),
     "gradient_clip_val": Case(
         ("`gradient_clip_val`",), fits(gradient_clip_val=0.01), lambda run: clipped(run, 8 * 0.1 * 0.01 * 8)

@@ -98,13 +98,13 @@ class Measures(Ordinary):
         returned = super().training_step(batch, batch_idx)
         for name, metric in zip(("mean_x", "max_x"), self.means, strict=True):
             metric(batch[0])
-            self.log(name, metric, on_step=True, on_epoch=True)  # type: ignore[arg-type]
+            self.log(name, metric, on_step=True, on_epoch=True)
         return returned
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         output = super().validation_step(batch, batch_idx)
         self.measures.update(output.softmax(1), batch[1])
-        self.log_dict(self.measures)  # type: ignore[arg-type]
+        self.log_dict(self.measures)
         return output
 
 
@@ -200,9 +200,7 @@ LOGGERS: dict[str, Case] = {
         ("`TensorBoardLogger`",), fits(trainer=to_both), lambda run: len(board(run)["train_loss_step"]) == 8
     ),
     "TensorBoardLogger with the graph": Case(
-        ("`TensorBoardLogger`",),
-        with_graph,
-        lambda run: len(run.results["layers"]) >= 2,
+        ("`TensorBoardLogger`",), with_graph, lambda run: len(run.results["layers"]) >= 2
     ),
     "a logger of a service": Case(
         ("`CSVLogger`", "`logger`, `callbacks`"),

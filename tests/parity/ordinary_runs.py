@@ -169,14 +169,14 @@ class Ordinary(L.LightningModule):
         self.log("val_loss", loss, prog_bar=True)
         return output
 
-    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def test_step(self, batch, batch_idx, dataloader_idx=0):
         self.reached("test", batch_idx)
         loss, _ = self.loss_of(batch)
         self.log_dict({"test_loss": loss, "inference": float(torch.is_inference_mode_enabled())})
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         self.reached("predict", batch_idx)
-        return self(batch[0])  # type: ignore[no-any-return]
+        return self(batch[0])
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)

@@ -195,7 +195,7 @@ def _module_hook(name: str) -> Callable[..., None]:
     def hook(self: Any, *args: Any, **kwargs: Any) -> None:
         self.book.note(self.trainer, name, *args, *kwargs.values())
 
-    hook.__signature__ = inspect.signature(getattr(L.LightningModule, name))  # type: ignore[attr-defined]
+    hook.__signature__ = inspect.signature(getattr(L.LightningModule, name))
     return hook
 
 

@@ -134,7 +134,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> same.Runs:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_all_that_callbacks_and_loggers_leave_is_that_of_one_device(runs: same.Runs) -> None:
+def test_all_that_callbacks_and_loggers_leave_is_that_of_one_device(runs):
     one, grid = runs
     assert MONITORED.claim(grid), "the training did not stop early"
     same.assert_same(one.results, grid.results)
@@ -146,7 +146,7 @@ def test_all_that_callbacks_and_loggers_leave_is_that_of_one_device(runs: same.R
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_each_callback_and_each_logger_has_done_its_part(runs: same.Runs) -> None:
+def test_each_callback_and_each_logger_has_done_its_part(runs):
     states, names = runs[1].results["states"], files(runs[1])
     assert all(states[name]["best_model_path"] for name in ("best", "steps", "timed"))
     assert all(sum(file.startswith(f"{name}/") for file in names) >= 3 for name in ("best", "steps", "timed"))
@@ -159,7 +159,7 @@ def test_each_callback_and_each_logger_has_done_its_part(runs: same.Runs) -> Non
     assert 0 < callback(runs[1], Timer).time_elapsed() < 60
 
 
-def test_model_checkpoint_keeps_the_two_best_and_the_last(runs: same.Runs) -> None:
+def test_model_checkpoint_keeps_the_two_best_and_the_last(runs):
     names = sorted(path.name for path in (runs[1].root / "best").iterdir())
     assert names[-1] == "last.ckpt"
     assert len(names) == 3
@@ -170,7 +170,7 @@ COMPARED_IN_CHECKPOINTS = ("epoch", "global_step", "state_dict", "optimizer_stat
 
 
 @pytest.mark.parametrize("name", ["best/last.ckpt", "steps/epoch=0-step=3.ckpt"])
-def test_a_checkpoint_of_the_grid_is_that_of_one_device(runs: same.Runs, name: str) -> None:
+def test_a_checkpoint_of_the_grid_is_that_of_one_device(runs, name):
     one, grid = (torch.load(run.root / name, weights_only=False) for run in runs)
     # What completes it is there if a run can go on from it.
     assert bool(grid.pop("lightning_recycle", None)) is ("optimizer_states" in grid)
@@ -182,12 +182,12 @@ def test_a_checkpoint_of_the_grid_is_that_of_one_device(runs: same.Runs, name: s
     assert one["hyper_parameters"] == grid["hyper_parameters"] == {"lr": 0.4}
 
 
-def test_the_best_checkpoint_is_found_by_name(runs: same.Runs) -> None:
+def test_the_best_checkpoint_is_found_by_name(runs):
     best = runs[1].results["states"]["best"]["best_model_score"]
     assert runs[1].results["best"][0]["test_loss"] == pytest.approx(float(best), rel=1e-10)
 
 
-def test_learning_rates_follow_the_schedulers_step_by_step(runs: same.Runs) -> None:
+def test_learning_rates_follow_the_schedulers_step_by_step(runs):
     noted = runs[1].results["states"]["rates"]
     assert len(set(noted["rates"])) == len(noted["rates"]) > 8, "the rate changes in every step"
     assert noted["schedulers"][2]["last_epoch"] > 2
@@ -200,7 +200,7 @@ def logged(run: same.Run, name: str) -> list[float]:
         return [float(row[name]) for row in csv.DictReader(file) if row[name]]
 
 
-def test_the_throughput_monitor_counts_the_samples_of_all_workers(runs: same.Runs) -> None:
+def test_the_throughput_monitor_counts_the_samples_of_all_workers(runs):
     assert logged(runs[1], "train/samples")[0] == 2 * same.GLOBAL_BATCH
     assert logged(runs[1], "validate/samples") == logged(runs[0], "validate/samples")
     samples, batches = (logged(runs[1], f"train/device/{what}_per_sec") for what in ("samples", "batches"))
@@ -213,9 +213,7 @@ class Raises(Callback):
             raise ArithmeticError("the user's own")
 
 
-def test_an_exception_of_the_user_leaves_no_checkpoint_and_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_exception_of_the_user_leaves_no_checkpoint_and_says_so(tmp_path, caplog):
     def script(session: same.Session) -> None:
         savers = [
             OnExceptionCheckpoint(session.root / "any"),

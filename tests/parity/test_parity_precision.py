@@ -1,7 +1,6 @@
 """Precisions: what is computed in which dtype is as on one device, and so are the results, as far as its bits go."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,9 +56,7 @@ def precise(precision: str) -> Callable[[Session], None]:
         rest=pytest.mark.long,
     ),
 )
-def test_a_precision_computes_in_the_same_dtypes(
-    tmp_path: Path, precision: str, weights: torch.dtype, outputs: torch.dtype, tolerance: float
-) -> None:
+def test_a_precision_computes_in_the_same_dtypes(tmp_path, precision, weights, outputs, tolerance):
     one, grid = run_both(precise(precision), tmp_path, dtype=torch.float32)
     dtypes = {name: value for name, value in one.metrics.items() if name.endswith("_bytes")}
     assert dtypes["output_bytes"] == dtypes["val_output_bytes"] == BYTES[outputs]

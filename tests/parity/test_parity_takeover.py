@@ -29,7 +29,7 @@ def run_cases(folder: Path, cases: list[str]) -> dict[str, str]:
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[] if case in SAMPLED else [pytest.mark.exhaustive]) for case in CASES]
 )
-def test_a_new_leader_goes_on_showing_and_logging(tmp_path: Path, case: str, request: pytest.FixtureRequest) -> None:
+def test_a_new_leader_goes_on_showing_and_logging(tmp_path, case, request):
     bar, entry, *_ = case.split("-")
     if case in SAMPLED:
         folder, outputs = request.getfixturevalue("sampled_outputs")

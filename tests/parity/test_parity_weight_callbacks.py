@@ -210,21 +210,21 @@ def long(parameters: list[Any]) -> list[Any]:
         *long(sampled([(name, 1) for name in EMA_AND_SWA], 1)),
     ],
 )
-def test_all_that_is_trained_is_that_of_one_device(name: str, stages: int, tmp_path: Path) -> None:
+def test_all_that_is_trained_is_that_of_one_device(name, stages, tmp_path):
     run = on_a_grid(training(name), tmp_path, stages=stages)
     assert_same_training(on_one(name), run)
     assert len(run.results["validations"]) == EPOCHS + 1  # with the sanity check
 
 
 @pytest.mark.long
-def test_the_averages_of_lightning_are_not_the_last_weights(tmp_path: Path) -> None:
+def test_the_averages_of_lightning_are_not_the_last_weights(tmp_path):
     plain = on_one_device(lambda session: session.fit(Averaged(), validates=True, max_epochs=EPOCHS) and None, tmp_path)
     for name in AVERAGING:
         with pytest.raises(AssertionError):
             assert_same(on_one(name).weights, plain.weights, tolerance=1e-3)
 
 
-def test_frozen_layers_keep_their_weights(tmp_path: Path) -> None:
+def test_frozen_layers_keep_their_weights(tmp_path):
     initial = Frozen().state_dict()
     found = on_a_grid(training("the first stage is frozen"), tmp_path).weights
     for name, value in initial.items():
@@ -246,12 +246,9 @@ FROZEN_NAMES = ["the first stage is frozen", "the last stage is frozen", "BaseFi
 
 @pytest.mark.parametrize(
     ("name", "fault"),
-    [
-        *sampled(itertools.product(FROZEN_NAMES, FAULTS), 1),
-        *long(sampled(itertools.product(EMA_AND_SWA, FAULTS), 1)),
-    ],
+    [*sampled(itertools.product(FROZEN_NAMES, FAULTS), 1), *long(sampled(itertools.product(EMA_AND_SWA, FAULTS), 1))],
 )
-def test_the_same_though_a_worker_dies(name: str, fault: str, tmp_path: Path) -> None:
+def test_the_same_though_a_worker_dies(name, fault, tmp_path):
     run = on_a_grid(training(name, FaultInjectionCallback([FAULTS[fault]])), tmp_path)
     assert len(failures(run.trainer)) == 1
     assert_same_training(on_one(name), run)
@@ -264,7 +261,7 @@ def test_the_same_though_a_worker_dies(name: str, fault: str, tmp_path: Path) ->
         *long(sampled(itertools.product(["WeightAveraging by epoch", *EMA_AND_SWA], [5, 10], [1, 2]), 3)),
     ],
 )
-def test_the_same_though_the_donor_of_a_replacement_dies(name: str, joins: int, stages: int, tmp_path: Path) -> None:
+def test_the_same_though_the_donor_of_a_replacement_dies(name, joins, stages, tmp_path):
     """What the new worker holds is then all that there is of the first stage."""
     faults = [Fault("kill", 1, 0, step=joins - 3), Fault("kill", 0, 0, step=joins + 2)]
     more = [FaultInjectionCallback(faults), AwaitReplacement([joins])]
@@ -288,7 +285,7 @@ class CopiesWhatItOwns(Callback):
     """Fails if the callback that averages has copied more than the layers of the stage."""
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        (averaging,) = (c for c in trainer.callbacks if isinstance(c, WeightAveraging))  # type: ignore[attr-defined]
+        (averaging,) = (c for c in trainer.callbacks if isinstance(c, WeightAveraging))
         assert averaging._average_model is not None
         copied = [name for name, _ in averaging._average_model.module.named_parameters()]
         assert copied == [name for name, _ in module.named_parameters()]
@@ -304,7 +301,7 @@ def with_recipes(*callbacks: Callback, epochs: int) -> same.Script:
     return script
 
 
-def test_layers_that_are_built_later_are_frozen_too(tmp_path: Path) -> None:
+def test_layers_that_are_built_later_are_frozen_too(tmp_path):
     fresh = InRecipes().double()
     fresh.materialize()
     found = on_a_grid(with_recipes(Later(), epochs=1), tmp_path).weights
@@ -313,7 +310,7 @@ def test_layers_that_are_built_later_are_frozen_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_no_worker_copies_more_than_its_stage(tmp_path: Path) -> None:
+def test_no_worker_copies_more_than_its_stage(tmp_path):
     whole, pieces = (
         on_a_grid(with_recipes(EMAWeightAveraging(decay=0.8), CopiesWhatItOwns(), epochs=2), tmp_path, **grid).weights
         for grid in ({"stages": 2}, {"stages": 3, "num_microbatches": 4})
@@ -352,7 +349,7 @@ SAVED = ["the first stage is frozen", "BaseFinetuning"]
 
 
 @pytest.mark.parametrize("name", [*sampled(SAVED, 1), *long(sampled(["WeightAveraging", *EMA_AND_SWA], 1))])
-def test_checkpoints_hold_what_those_of_one_device_hold(name: str) -> None:
+def test_checkpoints_hold_what_those_of_one_device_hold(name):
     one, grid = (checkpoints_of(name, writer) for writer in ("one device", "one file"))
     for step in (2, AT_EPOCH_END, 14):
         expected, found = (torch.load(folder / f"step={step}.ckpt", weights_only=False) for folder in (one, grid))
@@ -372,7 +369,7 @@ def test_checkpoints_hold_what_those_of_one_device_hold(name: str) -> None:
         *sampled([(EMA_AND_SWA[0], "one file"), *((name, "sharded") for name in EMA_AND_SWA)], 1),
     ],
 )
-def test_a_checkpoint_resumes_on_one_device(name: str, writer: str, tmp_path: Path) -> None:
+def test_a_checkpoint_resumes_on_one_device(name, writer, tmp_path):
     """As from its own; at the end of an epoch, since one device does not find its place in the data of a grid."""
     path = checkpoints_of(name, writer) / f"step={AT_EPOCH_END}.ckpt"
     path = Path(f"{path}.consolidated") if writer == "sharded" else path
@@ -392,7 +389,7 @@ WRITTEN = (("one device", 6), ("one file", AT_EPOCH_END), ("one file", 14), ("sh
         *sampled([(name, *written) for name in EMA_AND_SWA for written in WRITTEN], 3),
     ],
 )
-def test_a_checkpoint_resumes_on_another_grid(name: str, writer: str, step: int, tmp_path: Path) -> None:
+def test_a_checkpoint_resumes_on_another_grid(name, writer, step, tmp_path):
     path = checkpoints_of(name, writer) / f"step={step}.ckpt"
     resumed = on_a_grid(training(name, ckpt_path=path), tmp_path, stages=3, num_microbatches=4)
     # Lightning itself leaves out the end of the epoch when it resumes from a checkpoint of its last batch.

@@ -66,16 +66,16 @@ def tiny(seed: int) -> p.Problem:
         return [draw.choice([0.5, 1.0, 1.0, 1.3, 2.0]) for _ in stages]
 
     closing = [draw.choice([0.0, 0.4]) for _ in stages]
-    costs = p.Costs(per_stage(), per_stage(), per_stage(), closing, closing, draw.choice([0.0, 0.2, 1.0]))  # type: ignore[arg-type]
+    costs = p.Costs(per_stage(), per_stage(), per_stage(), closing, closing, draw.choice([0.0, 0.2, 1.0]))
     limit = tuple(draw.choice([1, 2, 3]) for _ in stages) if draw.random() < 0.5 else None
     live = [worker for worker in grid.workers() if worker not in failed]
     factors = {draw.choice(live): 1.5} if draw.random() < 0.3 and grid.microbatches > 1 else {}
     technique = p.Technique(not fused, draw.random() < 0.6)
-    return p.Problem(grid, costs, frozenset(failed), technique, limit, factors)  # type: ignore[arg-type]
+    return p.Problem(grid, costs, frozenset(failed), technique, limit, factors)
 
 
 @pytest.mark.parametrize("part", range(6))
-def test_no_schedule_of_a_tiny_grid_beats_the_bound(part: int) -> None:
+def test_no_schedule_of_a_tiny_grid_beats_the_bound(part):
     gaps = []
     for seed in range(part * 10, part * 10 + 10):
         problem = tiny(seed)
@@ -99,19 +99,13 @@ def test_no_schedule_of_a_tiny_grid_beats_the_bound(part: int) -> None:
         (p.Grid(1, 1, 5), p.Technique(), None, (), 15.0),
     ],
 )
-def test_bounds_by_hand(
-    grid: p.Grid,
-    technique: p.Technique,
-    limit: tuple[int, ...] | None,
-    failed: tuple[tuple[int, int], ...],
-    bound: float,
-) -> None:
+def test_bounds_by_hand(grid, technique, limit, failed, bound):
     workers = frozenset(p.Worker(*position) for position in failed)
     assert p.lower_bound(p.Problem(grid, p.Costs.uniform(grid.stages), workers, technique, limit)) == bound
 
 
-def test_slow_workers_raise_the_bound_by_what_the_others_cannot_take_over() -> None:
+def test_slow_workers_raise_the_bound_by_what_the_others_cannot_take_over():
     grid, costs = p.Grid(3, 1, 6), p.Costs.uniform(1)
-    slow = p.Problem(grid, costs, worker_factors={p.Worker(0, 0): 2.0})  # type: ignore[arg-type]
+    slow = p.Problem(grid, costs, worker_factors={p.Worker(0, 0): 2.0})
     assert p.lower_bound(p.Problem(grid, costs)) == 18.0
     assert p.lower_bound(slow) == p.makespan_lower_bound(slow) == p.heuristic(slow).period == 24.0  # shares 4, 7, 7

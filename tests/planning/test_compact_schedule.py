@@ -6,7 +6,6 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -49,7 +48,7 @@ def compact_schedules(draw: st.DrawFn) -> CompactSchedule:
 
 @settings(max_examples=30, deadline=None)
 @given(compact_schedules())
-def test_it_answers_as_the_list_of_all_its_operations_does(schedule: CompactSchedule) -> None:
+def test_it_answers_as_the_list_of_all_its_operations_does(schedule):
     problem, every = schedule.problem, schedule.expand()
     p.validate(every)
     p.validate(schedule)
@@ -78,14 +77,14 @@ def test_it_answers_as_the_list_of_all_its_operations_does(schedule: CompactSche
 
 @settings(max_examples=50, deadline=None)
 @given(compact_schedules())
-def test_it_survives_a_plan_file_and_pickle(schedule: CompactSchedule) -> None:
+def test_it_survives_a_plan_file_and_pickle(schedule):
     assert read_plan(json.loads(json.dumps(plan_to_json(schedule)))).schedule == schedule
     assert pickle.loads(pickle.dumps(schedule)) == schedule
 
 
 @settings(max_examples=50, deadline=None)
 @given(compact_schedules(), st.sampled_from([0.5, 1.0, 3.0]))
-def test_other_costs_give_it_the_times_of_the_listed_schedule(schedule: CompactSchedule, factor: float) -> None:
+def test_other_costs_give_it_the_times_of_the_listed_schedule(schedule, factor):
     costs = schedule.problem.costs
     other = replace(costs, forward=tuple(factor * cost + 0.1 for cost in costs.forward), communication=0.3)
     later, listed = p.retime(schedule, other), p.retime(schedule.expand(), other)
@@ -103,7 +102,7 @@ def change(function: Callable[[Lane, random.Random], Lane]) -> Callable[[Lane, r
 
 
 def with_stage(lane: Lane, stage: int, **columns: object) -> Lane:
-    changed = replace(lane.stages[stage], **columns)  # type: ignore[arg-type]
+    changed = replace(lane.stages[stage], **columns)
     return replace(lane, stages=(*lane.stages[:stage], changed, *lane.stages[stage + 1 :]))
 
 
@@ -149,9 +148,7 @@ def another_technique(lane: Lane, draw: random.Random) -> Lane:
 
 @settings(max_examples=75, deadline=None)
 @given(compact_schedules(), st.sampled_from(CHANGES), st.integers(0, 1000), st.sampled_from([1.0, 0.9, 1.1]))
-def test_the_check_of_its_lane_agrees_with_that_of_all_operations(
-    schedule: CompactSchedule, changed: Callable[[Lane, random.Random], Lane], seed: int, scale: float
-) -> None:
+def test_the_check_of_its_lane_agrees_with_that_of_all_operations(schedule, changed, seed, scale):
     lane = changed(schedule.lane, random.Random(seed))
     problem = replace(schedule.problem, in_flight_limit=lane.problem.in_flight_limit, technique=lane.problem.technique)
     damaged = compact(problem, lane)
@@ -169,7 +166,7 @@ def is_valid(schedule: p.Schedule) -> bool:
 
 @settings(max_examples=50, deadline=None)
 @given(problems())
-def test_every_live_worker_and_every_microbatch_is_in_one_lane(problem: p.Problem) -> None:
+def test_every_live_worker_and_every_microbatch_is_in_one_lane(problem):
     grid, lanes = problem.grid, lanes_of(problem)
     places = LanePlaces(grid, problem.failed, lanes)
     workers = Counter(places.worker(lane, stage) for lane in range(lanes) for stage in range(grid.stages))
@@ -189,7 +186,7 @@ def test_every_live_worker_and_every_microbatch_is_in_one_lane(problem: p.Proble
     assert all(places.lane(problem.live_workers(stage)[0]) is not None for stage in range(grid.stages))
 
 
-def test_it_serves_whoever_has_failed_in_the_stage() -> None:
+def test_it_serves_whoever_has_failed_in_the_stage():
     grid = p.Grid(5, 3, 4)
     schedule = plan_by_lanes(p.Problem(grid, p.Costs.uniform(3), frozenset({p.Worker(4, 1), p.Worker(3, 1)})))
     for failed in ({(0, 1), (2, 1)}, {(0, 0), (1, 2), (3, 1), (2, 1)}):
@@ -205,9 +202,7 @@ def test_it_serves_whoever_has_failed_in_the_stage() -> None:
 @pytest.mark.parametrize(
     ("share", "costs", "limit"), [(0.01, UNEQUAL, None), pytest.param(0.05, UNEQUAL, 127, marks=pytest.mark.exhaustive)]
 )
-def test_16384_workers_get_a_plan_near_the_bound(
-    tmp_path: Path, share: float, costs: p.Costs, limit: int | None
-) -> None:
+def test_16384_workers_get_a_plan_near_the_bound(tmp_path, share, costs, limit):
     limits = None if limit is None else (limit,) * LARGE.stages
     problem = p.Problem(LARGE, costs, in_flight_limit=limits)
     problem = p.normalized_problem(problem, round(share * LARGE.num_workers))
@@ -226,7 +221,7 @@ def test_16384_workers_get_a_plan_near_the_bound(
     assert operations[p.OpKind.FORWARD] in (problem.grid.global_microbatches // lanes_of(problem) + n for n in (0, 1))
 
 
-def test_after_a_failure_the_next_plans_are_there_at_once() -> None:
+def test_after_a_failure_the_next_plans_are_there_at_once():
     """However many distributions there are, they have one lane."""
     problem = p.Problem(p.Grid(64, 8, 128), p.Costs.uniform(8))
     plans = [p.heuristic(replace(problem, failed=failed)) for failed in next_failures(problem)]
@@ -234,7 +229,7 @@ def test_after_a_failure_the_next_plans_are_there_at_once() -> None:
     assert len({id(plan.lane) for plan in plans if isinstance(plan, CompactSchedule)}) == 1
 
 
-def test_a_library_stores_and_finds_it(tmp_path: Path) -> None:
+def test_a_library_stores_and_finds_it(tmp_path):
     problem = p.Problem(p.Grid(64, 8, 128), p.Costs.uniform(8), frozenset({p.Worker(3, 4), p.Worker(9, 6)}))
     library = p.PlanLibrary(tmp_path)
     stored = p.solve(problem)
@@ -243,14 +238,14 @@ def test_a_library_stores_and_finds_it(tmp_path: Path) -> None:
     other = replace(problem, failed=frozenset({p.Worker(0, 4), p.Worker(1, 6)}))
     found = p.PlanLibrary(tmp_path).get(other)
     assert isinstance(found, CompactSchedule)
-    assert (found.problem, found.lane, found.period) == (other, stored.schedule.lane, stored.schedule.period)  # type: ignore[attr-defined]
+    assert (found.problem, found.lane, found.period) == (other, stored.schedule.lane, stored.schedule.period)
     slower = replace(other, costs=p.Costs.uniform(8, 1.1))
     retimed = p.PlanLibrary(tmp_path).get(slower)
     assert isinstance(retimed, CompactSchedule)
     p.validate(retimed)
 
 
-DAMAGE: dict[str, Callable[[dict], object]] = {  # type: ignore[type-arg]
+DAMAGE: dict[str, Callable[[dict], object]] = {
     "no lane": lambda plan: plan.pop("lane"),
     "a stage less": lambda plan: plan["lane"].pop(),
     "no operations": lambda plan: plan["lane"][0].update(op=""),
@@ -267,7 +262,7 @@ DAMAGE: dict[str, Callable[[dict], object]] = {  # type: ignore[type-arg]
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_a_damaged_plan_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_damaged_plan_is_refused(tmp_path, name):
     path = tmp_path / "plan.json"
     p.save_plan(path, plan_by_lanes(p.Problem(p.Grid(5, 3, 4), p.Costs.uniform(3), frozenset({p.Worker(1, 1)}))))
     plan = json.loads(path.read_text())
@@ -278,8 +273,8 @@ def test_a_damaged_plan_is_refused(tmp_path: Path, name: str) -> None:
         p.load_plan(path)
 
 
-def test_workers_of_unequal_speed_are_planned_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = p.Problem(p.Grid(4, 2, 4), p.Costs.uniform(2), worker_factors={p.Worker(0, 0): 2.0})  # type: ignore[arg-type]
+def test_workers_of_unequal_speed_are_planned_one_by_one(monkeypatch):
+    problem = p.Problem(p.Grid(4, 2, 4), p.Costs.uniform(2), worker_factors={p.Worker(0, 0): 2.0})
     assert not isinstance(p.heuristic(problem, EFFORT, compact_from=0), CompactSchedule)
     with pytest.raises(PlanningError, match="unequal speed"):
         lane_problem(problem)

@@ -108,13 +108,13 @@ def check_agreement(problem: p.Problem) -> None:
 
 
 @pytest.mark.parametrize("seed", sampled(range(5), 2, rest=pytest.mark.long))
-def test_all_solvers_find_the_same_optimum_and_prove_it(seed: int) -> None:
+def test_all_solvers_find_the_same_optimum_and_prove_it(seed):
     check_agreement(random_problem(seed))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(5, 120))
-def test_all_solvers_find_the_same_optimum_in_many_problems(seed: int) -> None:
+def test_all_solvers_find_the_same_optimum_in_many_problems(seed):
     check_agreement(random_problem(seed, instant=seed % 4 == 0))
 
 
@@ -137,9 +137,7 @@ QUICKEST = {("cbc", SPLIT, 2, None), ("highs", FUSED, 0, 4)}
         for backend, row in itertools.product(BACKENDS, TABLE)
     ],
 )
-def test_a_solver_finds_the_running_example_s_optimum_from_the_worst_plan(
-    backend: str, technique: p.Technique, stage: int | None, limit: int | None, slots: float
-) -> None:
+def test_a_solver_finds_the_running_example_s_optimum_from_the_worst_plan(backend, technique, stage, limit, slots):
     start = one_at_a_time(example(technique, stage, limit))
     p.validate(start)
     assert start.period > 4 * slots
@@ -153,7 +151,7 @@ def test_a_solver_finds_the_running_example_s_optimum_from_the_worst_plan(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_which_peer_runs_a_rerouted_microbatch_is_decided_and_bounds_hold_whatever_the_routing(backend: str) -> None:
+def test_which_peer_runs_a_rerouted_microbatch_is_decided_and_bounds_hold_whatever_the_routing(backend):
     start = lopsided()
     p.validate(start)
     result = p.ExactPlanner(backend, time_limit=100.0).improve(start)
@@ -162,12 +160,12 @@ def test_which_peer_runs_a_rerouted_microbatch_is_decided_and_bounds_hold_whatev
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_plan_that_got_shorter_holds_no_more_than_it_needs(backend: str) -> None:
+def test_a_plan_that_got_shorter_holds_no_more_than_it_needs(backend):
     result = p.ExactPlanner(backend, time_limit=60.0).improve(one_at_a_time(example(FUSED, None)))
     assert (result.schedule.period, result.schedule.demand[0]) == (27, 4)
 
 
-def test_of_equal_plans_the_one_that_holds_least_is_the_best_and_never_a_longer_one() -> None:
+def test_of_equal_plans_the_one_that_holds_least_is_the_best_and_never_a_longer_one():
     problem = p.Problem(p.Grid(1, 3, 5), p.Costs.uniform(3), technique=FUSED)
     wasteful, frugal = forwards_first(problem), p.heuristic(problem)
     assert (wasteful.demand, frugal.demand) == ((5, 15), (3, 6))
@@ -182,9 +180,7 @@ def test_of_equal_plans_the_one_that_holds_least_is_the_best_and_never_a_longer_
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_by_name_a_solver_is_asked_only_where_bound_and_heuristic_differ(
-    backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_by_name_a_solver_is_asked_only_where_bound_and_heuristic_differ(backend, monkeypatch):
     assert backend in p.available_planners()
     monkeypatch.setattr(exact_module, "SOLVE", "no_such_module:solve")
     result = p.solve(example(STAGGERED, 2), backend)
@@ -195,7 +191,7 @@ def test_by_name_a_solver_is_asked_only_where_bound_and_heuristic_differ(
 
 
 @pytest.mark.long
-def test_durations_without_a_common_slot_are_rounded_and_the_order_is_timed_with_the_real_ones() -> None:
+def test_durations_without_a_common_slot_are_rounded_and_the_order_is_timed_with_the_real_ones():
     costs = p.Costs.uniform(3, 1.0, 1.0872345671, 0.9123456789, 0.1, 0.05, 0.1034567)
     problem = p.Problem(p.Grid(2, 3, 4), costs, frozenset({p.Worker(0, 1)}), SPLIT, (3, 3, 3))
     start = one_at_a_time(problem)
@@ -207,13 +203,13 @@ def test_durations_without_a_common_slot_are_rounded_and_the_order_is_timed_with
     assert (result.status == "optimal") == (result.lower_bound == result.schedule.period)
 
 
-def test_common_slot() -> None:
+def test_common_slot():
     assert common_slot([1.0, 1.1, 0.9, 0.2]) == pytest.approx(0.1)
     assert common_slot([6.0, 0.0, 4.0]) == 2.0
     assert common_slot([0.0]) == 0.0
 
 
-def test_a_problem_of_only_instant_operations() -> None:
+def test_a_problem_of_only_instant_operations():
     problem = p.Problem(p.Grid(2, 2, 2), p.Costs.uniform(2, 0.0, 0.0, 0.0), frozenset({p.Worker(0, 1)}))
     assert p.solve(problem, "highs").status == "optimal"
 
@@ -282,7 +278,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         ("hang", "ran past its time limit"),
     ],
 )
-def test_a_solver_that_fails_is_a_warning_and_the_plan_stays(fake, name: str, reason: str, caplog) -> None:
+def test_a_solver_that_fails_is_a_warning_and_the_plan_stays(fake, name, reason, caplog):
     start = one_at_a_time(example(SPLIT, 1))
     began = time.monotonic()
     result = fake(name).improve(start)
@@ -313,12 +309,12 @@ def highspy_without_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_highs_is_found_whichever_highspy_is_installed(highspy_without_c: Path) -> None:
+def test_highs_is_found_whichever_highspy_is_installed(highspy_without_c):
     result = p.ExactPlanner("highs").improve(one_at_a_time(example(FUSED, None, 2)))
     assert (result.warning, result.status, result.found_by) == (None, "optimal", "highs")
 
 
-def test_without_a_library_of_highs_the_warning_names_versions_and_remedy(highspy_without_c: Path) -> None:
+def test_without_a_library_of_highs_the_warning_names_versions_and_remedy(highspy_without_c):
     (highspy_without_c / "highsbox.py").write_text("raise ImportError('broken')")
     start = one_at_a_time(example(FUSED, None, 2))
     result = p.ExactPlanner("highs").improve(start)
@@ -330,7 +326,7 @@ def test_without_a_library_of_highs_the_warning_names_versions_and_remedy(highsp
     )
 
 
-def test_the_warning_is_logged_by_plan(fake, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_warning_is_logged_by_plan(fake, caplog):
     problem = example(STAGGERED, 2, 4)  # 29, while no arithmetic bound is above 28
     assert fake("missing").plan(problem) == p.heuristic(problem)
     if p.heuristic(problem).period > p.solve(problem).lower_bound:
@@ -338,7 +334,7 @@ def test_the_warning_is_logged_by_plan(fake, caplog: pytest.LogCaptureFixture) -
 
 
 @pytest.mark.parametrize("name", ["nonsense", "backwards"])
-def test_a_solver_that_lies_is_not_believed(fake, name: str) -> None:
+def test_a_solver_that_lies_is_not_believed(fake, name):
     start = one_at_a_time(example(SPLIT, 1))
     result = fake(name).improve(start)
     p.validate(result.schedule)
@@ -346,14 +342,14 @@ def test_a_solver_that_lies_is_not_believed(fake, name: str) -> None:
 
 
 @pytest.mark.long
-def test_what_a_solver_found_before_it_crashed_counts(fake) -> None:
+def test_what_a_solver_found_before_it_crashed_counts(fake):
     result = fake("good_then_crash").improve(one_at_a_time(example(SPLIT, 1)))
     assert (result.schedule.period, result.status) == (28, "optimal")
     assert result.warning is not None
     assert "signal 9" in result.warning
 
 
-def test_a_solver_does_not_outlive_the_process_that_asked(fake, tmp_path: Path) -> None:
+def test_a_solver_does_not_outlive_the_process_that_asked(fake, tmp_path):
     pid = Path(os.environ["FAKE_PID"])
     code = (
         "from lightning_recycle.planning.child_process import run_in_child;"
@@ -367,7 +363,7 @@ def test_a_solver_does_not_outlive_the_process_that_asked(fake, tmp_path: Path) 
     assert wait_for(lambda: not is_alive(int(pid.read_text())))
 
 
-def test_a_plan_that_is_too_large_for_a_solver_is_kept_with_the_reason() -> None:
+def test_a_plan_that_is_too_large_for_a_solver_is_kept_with_the_reason():
     start = one_at_a_time(example(SPLIT, 1))
     for backend in BACKENDS:
         result = p.ExactPlanner(backend, max_operations=20).improve(start)
@@ -377,7 +373,7 @@ def test_a_plan_that_is_too_large_for_a_solver_is_kept_with_the_reason() -> None
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_model_that_is_too_large_is_not_built(backend: str) -> None:
+def test_a_model_that_is_too_large_is_not_built(backend):
     start = one_at_a_time(example(SPLIT, 1))
     result = p.ExactPlanner(backend, max_variables=20).improve(start)
     assert result.schedule is start
@@ -385,7 +381,7 @@ def test_a_model_that_is_too_large_is_not_built(backend: str) -> None:
     assert "larger than max_variables=20" in result.solver.reason
 
 
-def test_a_plan_close_to_the_bound_is_kept_with_the_reason() -> None:
+def test_a_plan_close_to_the_bound_is_kept_with_the_reason():
     start = one_at_a_time(example(SPLIT, 1))
     result = p.ExactPlanner("highs", least_gap=10.0).improve(start)
     assert result.schedule is start
@@ -402,6 +398,6 @@ def test_a_plan_close_to_the_bound_is_kept_with_the_reason() -> None:
         ({"max_variables": 1.5}, r"max_variables=1\.5"),
     ],
 )
-def test_bad_settings(arguments: dict[str, object], message: str) -> None:
+def test_bad_settings(arguments, message):
     with pytest.raises(ConfigurationError, match=message):
-        p.ExactPlanner(**arguments)  # type: ignore[arg-type]
+        p.ExactPlanner(**arguments)

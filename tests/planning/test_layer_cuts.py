@@ -51,11 +51,11 @@ STEP = 0.05  # of the cuts with shared layers that are tried
         ((0, True, 2), False),
     ],
 )
-def test_which_bounds_there_can_be(bounds: tuple[float, ...], good: bool) -> None:
+def test_which_bounds_there_can_be(bounds, good):
     assert are_bounds(bounds) is good
 
 
-def test_neighbours_hold_what_they_share() -> None:
+def test_neighbours_hold_what_they_share():
     bounds = (0, 4.25, 8, 11.5, 16)
     assert held_ranges(bounds) == (range(5), range(4, 8), range(8, 12), range(11, 16))
     assert shared_layers(bounds) == {4: (0, 0.25), 11: (2, 0.5)}
@@ -63,7 +63,7 @@ def test_neighbours_hold_what_they_share() -> None:
     assert are_whole((0, 4, 8))
 
 
-def test_rounded_bounds_can_be() -> None:
+def test_rounded_bounds_can_be():
     assert rounded(4.1290322) == 4.13
     assert rounded(3.9999) == 4
     assert isinstance(rounded(3.9999), int)
@@ -79,9 +79,7 @@ bounds_strategy = st.lists(st.integers(101, 600), min_size=1, max_size=8).map(_b
 
 
 @given(bounds=bounds_strategy, pipelines=st.integers(1, 5), microbatches=st.integers(1, 40))
-def test_every_micro_batch_has_whole_bounds_of_its_own(
-    bounds: tuple[float, ...], pipelines: int, microbatches: int
-) -> None:
+def test_every_micro_batch_has_whole_bounds_of_its_own(bounds, pipelines, microbatches):
     grid = Grid(pipelines, len(bounds) - 1, microbatches)
     for index in range(pipelines * microbatches):
         own = bounds_of(bounds, index, grid)
@@ -101,7 +99,7 @@ def test_every_micro_batch_has_whole_bounds_of_its_own(
 
 
 @given(bounds=bounds_strategy)
-def test_each_stage_has_a_layer_of_its_own_if_the_bounds_can_be(bounds: tuple[float, ...]) -> None:
+def test_each_stage_has_a_layer_of_its_own_if_the_bounds_can_be(bounds):
     if are_bounds(bounds):
         for begin, end in pairwise(bounds):
             assert math.ceil(begin) < math.floor(end)
@@ -130,7 +128,7 @@ def every_whole_cut(stages: Stages, rooms: list[int]) -> list[tuple[float, tuple
     return found
 
 
-def test_layers_that_take_time_once_in_a_step_alone_are_cut() -> None:
+def test_layers_that_take_time_once_in_a_step_alone_are_cut():
     found = fastest_cut(Stages([0.0, 0.0], [1.0, 3.0], [1.0, 1.0]))
     assert found is not None
     assert (found.cuts, found.bottleneck) == ((0, 1, 2), 3.0)
@@ -138,7 +136,7 @@ def test_layers_that_take_time_once_in_a_step_alone_are_cut() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(whole_stages())
-def test_the_bottleneck_is_the_least_of_all_partitions(case: tuple[Stages, list[int]]) -> None:
+def test_the_bottleneck_is_the_least_of_all_partitions(case):
     stages, rooms = case
     all_of_them = every_whole_cut(stages, rooms)
     found = fastest_cut(stages)
@@ -151,7 +149,7 @@ def test_the_bottleneck_is_the_least_of_all_partitions(case: tuple[Stages, list[
 
 
 @given(st.integers(1, 12), st.lists(st.sampled_from([0.5, 1.0, 2.0, 3.0]), min_size=1, max_size=4))
-def test_the_least_maximum_is_that_of_the_best_distribution(microbatches: int, factors: list[float]) -> None:
+def test_the_least_maximum_is_that_of_the_best_distribution(microbatches, factors):
     least = min(
         max(held * factor for held, factor in zip(split, factors, strict=True))
         for split in product(range(microbatches + 1), repeat=len(factors))
@@ -190,7 +188,7 @@ def largest(stages: Stages, bounds: tuple[float, ...]) -> float:
 
 @settings(max_examples=30, deadline=None)
 @given(stages=sharing_stages(), slack=st.sampled_from([0.0, 0.02, 0.2]))
-def test_no_cut_with_shared_layers_is_faster(stages: Stages, slack: float) -> None:
+def test_no_cut_with_shared_layers_is_faster(stages, slack):
     fit = [
         bounds
         for bounds in every_cut(stages)
@@ -210,7 +208,7 @@ def test_no_cut_with_shared_layers_is_faster(stages: Stages, slack: float) -> No
     assert len(shared_layers(found.cuts)) <= min(as_fast, default=len(found.cuts))
 
 
-def test_equal_loads_where_whole_layers_have_none() -> None:
+def test_equal_loads_where_whole_layers_have_none():
     found = fastest_cut(sharing([1.0] * 32, 0.0, [128 / 3, *[32.0] * 7]))
     assert found is not None
     assert found.bottleneck == pytest.approx(32 * 128 / 31, rel=2e-3)
@@ -220,7 +218,7 @@ def layers(count: int, **more: Any) -> LayerCosts:
     return LayerCosts((1.0,) * count, (1.0,) * count, (1.0,) * count, parameter_bytes=(8.0,) * count, **more)
 
 
-def test_stages_take_their_parts_and_hold_the_whole() -> None:
+def test_stages_take_their_parts_and_hold_the_whole():
     costs = layers(6, reduce=(0.5,) * 6, optimizer=(0.25,) * 6, held_bytes=(2.0,) * 6, memory_limit=100.0)
     found = costs.costs((0, 2.25, 6))
     assert found.forward == (2.25, 3.75)
@@ -233,14 +231,14 @@ def test_stages_take_their_parts_and_hold_the_whole() -> None:
     assert [sum(part.values()) for part in parts_of((0, 2.25, 6))] == [2.25, 3.75]
 
 
-def test_what_stages_take_says_what_layers_take() -> None:
+def test_what_stages_take_says_what_layers_take():
     costs = LayerCosts((1.0, 2.0, 3.0, 1.0, 2.0), (1.0,) * 5, (2.0,) * 5, reduce=(0.5,) * 5)
     cuts = (0, 2.25, 5)
     again = LayerCosts.from_stages(costs.costs(cuts), cuts, weights=costs.forward)
     assert again.forward == pytest.approx(costs.forward)
 
 
-def test_micro_batches_have_costs_and_sizes_of_their_own() -> None:
+def test_micro_batches_have_costs_and_sizes_of_their_own():
     costs, grid = layers(6, held_bytes=(1.0,) * 6, waiting_bytes=(2.0,) * 6, reduce=(0.5,) * 6), Grid(2, 2, 4)
     variation = costs.variation((0, 2.5, 6), grid)
     assert variation is not None
@@ -262,7 +260,7 @@ def test_micro_batches_have_costs_and_sizes_of_their_own() -> None:
     assert costs.variation((0, 3, 6), grid) is None
 
 
-def test_only_what_a_stage_lacks_is_sent() -> None:
+def test_only_what_a_stage_lacks_is_sent():
     grid = Grid(2, 2, 4)
     moves = transfers(grid, range(4), (0, 3, 6), (0, 3.5, 6))
     assert {(move.layers, grid.worker(move.receiver).stage) for move in moves} == {((3,), 0)}
@@ -271,7 +269,7 @@ def test_only_what_a_stage_lacks_is_sent() -> None:
     assert not back  # the first stage has the layer that it gets for good
 
 
-def test_a_shared_layer_is_chosen_where_steps_get_shorter_by_the_times_of_every_micro_batch() -> None:
+def test_a_shared_layer_is_chosen_where_steps_get_shorter_by_the_times_of_every_micro_batch():
     grid, costs, cuts = Grid(3, 2, 6), layers(6), (0, 3, 6)
     problem = Problem(grid, costs.costs(cuts), frozenset({Worker(0, 1)}), Technique())
     whole = plan_layout(problem, costs, cuts, next_change=1e6, whole="they cannot")
@@ -285,7 +283,7 @@ def test_a_shared_layer_is_chosen_where_steps_get_shorter_by_the_times_of_every_
     assert found.chosen.period <= judgement.schedule.period * 1.02  # nobody waits for gradients
 
 
-def test_shared_layers_need_memory() -> None:
+def test_shared_layers_need_memory():
     grid, cuts = Grid(3, 2, 6), (0, 3, 6)
     costs = layers(6, held_bytes=(1.0,) * 6, memory_limit=3 * 8 + 4 * 3.0)  # no room for a fourth layer
     problem = Problem(grid, costs.costs(cuts), frozenset({Worker(0, 1)}), Technique())

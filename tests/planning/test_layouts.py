@@ -40,13 +40,13 @@ def quick(problem: p.Problem, variation: MicrobatchVariation | None = None) -> J
 
 def equal_layers(count: int, **changes: object) -> LayerCosts:
     slots = (0.01,) * count
-    return LayerCosts(slots, slots, slots, parameter_bytes=(1e6,) * count, bandwidth=1e9, **changes)  # type: ignore[arg-type]
+    return LayerCosts(slots, slots, slots, parameter_bytes=(1e6,) * count, bandwidth=1e9, **changes)
 
 
 def after(layers: LayerCosts, grid: p.Grid, *failed: tuple[int, int], **changes: object) -> tuple[p.Problem, tuple]:
     cuts = even_cuts(layers.layers, grid.stages)
     gone = frozenset(p.Worker(*place) for place in failed)
-    return p.Problem(grid, layers.costs(cuts), gone, **changes), cuts  # type: ignore[arg-type]
+    return p.Problem(grid, layers.costs(cuts), gone, **changes), cuts
 
 
 @st.composite
@@ -93,7 +93,7 @@ def situations(draw: st.DrawFn) -> tuple[p.Problem, LayerCosts, tuple[int, ...]]
         frozenset(failed),
         technique,
         in_flight,
-        slow,  # type: ignore[arg-type]
+        slow,
         layers.memory(cuts) if draw(st.booleans()) else None,
     )
     return problem, layers, cuts
@@ -101,7 +101,7 @@ def situations(draw: st.DrawFn) -> tuple[p.Problem, LayerCosts, tuple[int, ...]]
 
 @settings(max_examples=40, deadline=None)
 @given(situations(), st.sampled_from([1.0, 100.0, 1e6]))
-def test_every_candidate_is_valid_and_none_chosen_is_worse_than_rerouting(situation: tuple, next_change: float) -> None:
+def test_every_candidate_is_valid_and_none_chosen_is_worse_than_rerouting(situation, next_change):
     problem, layers, cuts = situation
     try:
         plan = plan_layout(problem, layers, cuts, next_change=next_change, switch=0.5, judge=quick)
@@ -127,7 +127,7 @@ def test_every_candidate_is_valid_and_none_chosen_is_worse_than_rerouting(situat
     assert sent.why() == plan.why()
 
 
-def test_layers_leave_the_stage_that_lost_a_worker() -> None:
+def test_layers_leave_the_stage_that_lost_a_worker():
     """16 layers a stage, one of 4 x 4 dead: whole layers allow 1.23 times the throughput of re-routing, and shared
     ones 1.25, the ideal.
     """
@@ -142,21 +142,21 @@ def test_layers_leave_the_stage_that_lost_a_worker() -> None:
         assert plan.chosen.problem.failed == problem.failed
 
 
-def test_half_of_a_stage_gone() -> None:
+def test_half_of_a_stage_gone():
     grid, layers = p.Grid(4, 4, 16), equal_layers(64)
     problem, cuts = after(layers, grid, (0, 1), (1, 1))
     plan = plan_layout(problem, layers, cuts, next_change=HOUR)
     assert plan.reroute.period / plan.chosen.period > 1.65
 
 
-def test_layers_come_back_when_all_are_there_again() -> None:
+def test_layers_come_back_when_all_are_there_again():
     grid, layers = p.Grid(4, 4, 16), equal_layers(64)
     plan = plan_layout(p.Problem(grid, layers.costs(even_cuts(64, 4))), layers, (0, 17, 34, 47, 64), next_change=HOUR)
     assert plan.chosen.way == "layers"
     assert plan.chosen.sizes == (16, 16, 16, 16)
 
 
-def test_a_slow_worker_costs_its_stage_layers() -> None:
+def test_a_slow_worker_costs_its_stage_layers():
     grid, layers = p.Grid(2, 2, 8), equal_layers(24)
     problem, cuts = after(layers, grid, worker_factors={p.Worker(0, 1): 2.0})
     plan = plan_layout(problem, layers, cuts, next_change=HOUR)
@@ -164,7 +164,7 @@ def test_a_slow_worker_costs_its_stage_layers() -> None:
     assert plan.chosen.sizes[1] < 12
 
 
-def test_a_move_that_takes_longer_than_it_saves_is_refused() -> None:
+def test_a_move_that_takes_longer_than_it_saves_is_refused():
     grid, layers = p.Grid(4, 4, 16), equal_layers(64)
     problem, cuts = after(layers, grid, (1, 2))
     brief = plan_layout(problem, layers, cuts, next_change=5.0, switch=2.0)
@@ -173,7 +173,7 @@ def test_a_move_that_takes_longer_than_it_saves_is_refused() -> None:
     assert plan_layout(problem, layers, cuts, next_change=HOUR, switch=2.0).chosen.way != "reroute"
 
 
-def test_the_stall_is_the_switch_the_copies_and_what_fills_the_pipelines() -> None:
+def test_the_stall_is_the_switch_the_copies_and_what_fills_the_pipelines():
     grid, layers = p.Grid(4, 4, 16), equal_layers(64)
     problem, cuts = after(layers, grid, (1, 2), technique=p.Technique(True, False))
     plan = plan_layout(problem, layers, cuts, next_change=HOUR, switch=2.0)
@@ -191,14 +191,14 @@ def test_the_stall_is_the_switch_the_copies_and_what_fills_the_pipelines() -> No
     ],
     ids=["as many layers as stages", "cannot be built elsewhere", "one huge layer"],
 )
-def test_layers_that_cannot_move_are_refused_in_one_line(layers: LayerCosts, fixed: str, reason: str) -> None:
+def test_layers_that_cannot_move_are_refused_in_one_line(layers, fixed, reason):
     problem, cuts = after(layers, p.Grid(3, 4, 6), (1, 0))
     plan = plan_layout(problem, layers, cuts, next_change=1e6, fixed=fixed)
     assert plan.chosen is plan.reroute
     assert reason in plan.layers.refused
 
 
-def test_memory_that_admits_no_other_cut() -> None:
+def test_memory_that_admits_no_other_cut():
     layers = equal_layers(16, held_bytes=(1e5,) * 16, memory_limit=4.5e6)
     problem, cuts = after(layers, p.Grid(3, 4, 6), (1, 2))
     plan = plan_layout(problem, layers, cuts, next_change=1e6)
@@ -206,7 +206,7 @@ def test_memory_that_admits_no_other_cut() -> None:
     assert plan.layers.refused == "no faster cut leaves room for one micro-batch on a worker of every stage"
 
 
-def test_transfers_take_turns_among_the_owners() -> None:
+def test_transfers_take_turns_among_the_owners():
     grid = p.Grid(3, 2, 1)
     found = transfers(grid, range(1, 6), (0, 2, 4), (0, 1, 4))
     assert {(move.layers, move.receiver) for move in found} == {((1,), 1), ((1,), 3), ((1,), 5)}
@@ -216,7 +216,7 @@ def test_transfers_take_turns_among_the_owners() -> None:
     assert replace(equal_layers(4, latency=0.5), bandwidth=0.0).copy_seconds(14.0) == 0.5
 
 
-def test_a_bound_that_moves_within_a_layer_needs_no_bytes() -> None:
+def test_a_bound_that_moves_within_a_layer_needs_no_bytes():
     """Both stages hold the shared layer already, so all that changes is which micro-batches they run."""
     assert transfers(p.Grid(2, 2, 4), range(4), (0, 2.1, 5), (0, 2.5, 5)) == ()
     assert traffic((), (1.0,) * 5) == (0.0, 0.0)
@@ -227,7 +227,7 @@ def test_a_bound_that_moves_within_a_layer_needs_no_bytes() -> None:
     assert (plan.chosen.bytes, plan.chosen.busiest) == (0.0, 0.0)
 
 
-def test_the_rate_of_failures_begins_with_llama_3_and_is_soon_the_runs_own() -> None:
+def test_the_rate_of_failures_begins_with_llama_3_and_is_soon_the_runs_own():
     record = FailureRecord()
     assert record.next_change(16384) == pytest.approx(54 * 86400 / 419)
     for _ in range(20):
@@ -237,7 +237,7 @@ def test_the_rate_of_failures_begins_with_llama_3_and_is_soon_the_runs_own() -> 
     assert quiet.next_change(32) > LLAMA3_WORKER_SECONDS / 32
 
 
-def test_costs_by_stage_are_those_of_their_layers() -> None:
+def test_costs_by_stage_are_those_of_their_layers():
     costs = p.Costs((1.0, 2.0), (1.0, 4.0), (2.0, 2.0), (0.2, 0.4), (0.1, 0.1), 0.5)
     layers = LayerCosts.from_stages(costs, (0, 1, 4), weights=(1.0, 1.0, 2.0, 1.0), parameter_bytes=(1.0,) * 4)
     assert layers.forward == (1.0, 0.5, 1.0, 0.5)
@@ -251,12 +251,12 @@ def test_costs_by_stage_are_those_of_their_layers() -> None:
 
 
 @pytest.mark.parametrize("cuts", [(), (0,), (1, 2), (0, 2, 2), (0, 3, 1), (0, 1.5)])
-def test_cuts_rise_from_0(cuts: tuple) -> None:
+def test_cuts_rise_from_0(cuts):
     with pytest.raises(ConfigurationError, match="every stage holds at least one layer"):
         check_cuts(cuts)
 
 
-def test_a_large_grid_is_judged_by_lanes_or_its_bound() -> None:
+def test_a_large_grid_is_judged_by_lanes_or_its_bound():
     grid = p.Grid(24, 16, 100)
     layers = equal_layers(64)
     problem, cuts = after(layers, grid, *((d, 3) for d in range(12)))

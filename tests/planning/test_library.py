@@ -37,7 +37,7 @@ def only_file(path: Path) -> Path:
     return file
 
 
-def test_a_stored_plan_is_there_in_milliseconds(tmp_path: Path) -> None:
+def test_a_stored_plan_is_there_in_milliseconds(tmp_path):
     result = p.solve(PROBLEM)
     p.PlanLibrary(tmp_path / "plans").put(result)
     library = p.PlanLibrary(tmp_path / "plans")
@@ -62,7 +62,7 @@ def test_a_stored_plan_is_there_in_milliseconds(tmp_path: Path) -> None:
         replace(PROBLEM, worker_factors=((p.Worker(0, 0), 2.0),)),
     ],
 )
-def test_the_plan_of_another_problem_is_not_taken(tmp_path: Path, other: p.Problem) -> None:
+def test_the_plan_of_another_problem_is_not_taken(tmp_path, other):
     library = p.PlanLibrary(tmp_path)
     library.put(p.solve(PROBLEM))
     assert library.get(other) is None
@@ -72,7 +72,7 @@ def test_the_plan_of_another_problem_is_not_taken(tmp_path: Path, other: p.Probl
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_plans_of_another_planner_or_version_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_of_another_planner_or_version_are_not_taken(tmp_path, monkeypatch):
     p.PlanLibrary(tmp_path).put(p.solve(PROBLEM))
     for planner in ("highs", p.HeuristicPlanner(effort=7), p.ExactPlanner("highs", time_limit=1.0), FailsOnTwo()):
         assert p.PlanLibrary(tmp_path, planner).get(PROBLEM) is None
@@ -122,9 +122,7 @@ def short_column(plan: dict[str, Any]) -> None:
         (edited(lambda plan: plan["problem"].update(in_flight_limit=[9, 9, 9, 9])), "not the plan that its name says"),
     ],
 )
-def test_a_damaged_file_is_reported_once_and_replaced(
-    tmp_path: Path, damage: Callable[[Path], object], reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_file_is_reported_once_and_replaced(tmp_path, damage, reason, caplog):
     p.PlanLibrary(tmp_path).put(p.solve(PROBLEM))
     damage(only_file(tmp_path))
     library = p.PlanLibrary(tmp_path)
@@ -140,7 +138,7 @@ def test_a_damaged_file_is_reported_once_and_replaced(
     assert computed.schedule == p.heuristic(PROBLEM) == p.PlanLibrary(tmp_path).get(PROBLEM)
 
 
-def test_a_plan_serves_every_set_of_failed_workers_with_its_distribution(tmp_path: Path) -> None:
+def test_a_plan_serves_every_set_of_failed_workers_with_its_distribution(tmp_path):
     p.PlanLibrary(tmp_path).put(p.solve(PROBLEM))
     library = p.PlanLibrary(tmp_path)
     for pipeline in range(3):
@@ -154,7 +152,7 @@ def test_a_plan_serves_every_set_of_failed_workers_with_its_distribution(tmp_pat
     assert len(list(tmp_path.iterdir())) == 1, "the same plan under other names"
 
 
-def test_a_plan_for_similar_costs_is_timed_again_and_the_nearest_is_taken(tmp_path: Path) -> None:
+def test_a_plan_for_similar_costs_is_timed_again_and_the_nearest_is_taken(tmp_path):
     library = p.PlanLibrary(tmp_path)
     for weight in (1.2, 1.6):
         library.put(p.solve(replace(PROBLEM, costs=p.Costs.uniform(4, 1.0, 1.0, weight))))
@@ -171,7 +169,7 @@ def test_a_plan_for_similar_costs_is_timed_again_and_the_nearest_is_taken(tmp_pa
     assert exact.schedule == p.heuristic(seconds) == library.get(seconds)
 
 
-def test_a_plan_for_other_limits_serves_if_no_worker_holds_more_than_it_may(tmp_path: Path) -> None:
+def test_a_plan_for_other_limits_serves_if_no_worker_holds_more_than_it_may(tmp_path):
     library = p.PlanLibrary(tmp_path)
     library.put(p.solve(replace(PROBLEM, in_flight_limit=(6, 6, 6, 6))))
     roomy = replace(PROBLEM, in_flight_limit=(9, 8, 7, 6))
@@ -186,7 +184,7 @@ def test_a_plan_for_other_limits_serves_if_no_worker_holds_more_than_it_may(tmp_
     assert library.has(replace(PROBLEM, failed=frozenset({p.Worker(0, 2)}), in_flight_limit=(6, 6, 6, 6)))
 
 
-def test_of_the_plans_that_fit_the_shortest_is_taken(tmp_path: Path) -> None:
+def test_of_the_plans_that_fit_the_shortest_is_taken(tmp_path):
     library = p.PlanLibrary(tmp_path)
     made = {limit: p.solve(replace(PROBLEM, in_flight_limit=(limit,) * 4)) for limit in (2, 4, 6)}
     for result in made.values():
@@ -206,13 +204,10 @@ def test_of_the_plans_that_fit_the_shortest_is_taken(tmp_path: Path) -> None:
         (replace(PROBLEM, failed=frozenset()), "no plan for these failures"),
         (replace(PROBLEM, worker_factors=((p.Worker(0, 0), 2.0),)), "no plan for these failures"),
         (replace(PROBLEM, costs=p.Costs.uniform(4, 1.0, 1.0, 2.0)), "costs differ by 50 %"),
-        (
-            replace(PROBLEM, in_flight_limit=(2, 2, 2, 2)),
-            "workers would hold more than they may",
-        ),
+        (replace(PROBLEM, in_flight_limit=(2, 2, 2, 2)), "workers would hold more than they may"),
     ],
 )
-def test_a_miss_has_a_reason(tmp_path: Path, other: p.Problem, reason: str) -> None:
+def test_a_miss_has_a_reason(tmp_path, other, reason):
     library = p.PlanLibrary(tmp_path)
     assert library.miss(PROBLEM) == f"{tmp_path} holds no plans"
     library.put(p.solve(PROBLEM))
@@ -221,7 +216,7 @@ def test_a_miss_has_a_reason(tmp_path: Path, other: p.Problem, reason: str) -> N
     assert "planner" in p.PlanLibrary(tmp_path, "highs").miss(PROBLEM)
 
 
-def test_plans_are_computed_ahead_in_parallel_and_only_once(tmp_path: Path) -> None:
+def test_plans_are_computed_ahead_in_parallel_and_only_once(tmp_path):
     problems = single_failures()
     library = p.PlanLibrary(tmp_path)
     library.put(p.solve(problems[1]))
@@ -236,7 +231,7 @@ def test_plans_are_computed_ahead_in_parallel_and_only_once(tmp_path: Path) -> N
     assert stored.stat().st_mtime_ns == before
 
 
-def test_a_problem_without_a_plan_is_an_error_after_the_others_are_stored(tmp_path: Path) -> None:
+def test_a_problem_without_a_plan_is_an_error_after_the_others_are_stored(tmp_path):
     impossible = replace(PROBLEM, failed=frozenset({p.Worker(0, 0), p.Worker(0, 1)}))
     library = p.PlanLibrary(tmp_path, FailsOnTwo())
     with pytest.raises(PlanningError, match="two are too many"):
@@ -245,7 +240,7 @@ def test_a_problem_without_a_plan_is_an_error_after_the_others_are_stored(tmp_pa
     assert library.get(impossible) is None
 
 
-def test_a_planner_that_cannot_travel_to_another_process_plans_here(tmp_path: Path) -> None:
+def test_a_planner_that_cannot_travel_to_another_process_plans_here(tmp_path):
     class Local:
         def plan(self, problem: p.Problem) -> p.Schedule:
             return p.heuristic(problem, 0)
@@ -254,7 +249,7 @@ def test_a_planner_that_cannot_travel_to_another_process_plans_here(tmp_path: Pa
     assert result.schedule == p.heuristic(PROBLEM, 0)
 
 
-def test_wrong_plans_and_paths_are_refused(tmp_path: Path) -> None:
+def test_wrong_plans_and_paths_are_refused(tmp_path):
     schedule = p.heuristic(PROBLEM)
     with pytest.raises(p.InvalidScheduleError):
         p.PlanLibrary(tmp_path).put(replace(schedule, period=1.0))
@@ -266,7 +261,7 @@ def test_wrong_plans_and_paths_are_refused(tmp_path: Path) -> None:
         p.PlanLibrary(tmp_path, "magic")
 
 
-def test_whole_numbers_of_bytes_find_their_plan(tmp_path: Path) -> None:
+def test_whole_numbers_of_bytes_find_their_plan(tmp_path):
     memory = p.Memory((10,) * 4, (1,) * 4, (1,) * 4, (1,) * 4)
     problem = replace(PROBLEM, memory=memory)
     library = p.PlanLibrary(tmp_path)

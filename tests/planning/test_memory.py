@@ -37,9 +37,7 @@ def kinds(schedule: p.Schedule, stage: int | None = None) -> Counter[p.OpKind]:
         (4, 3.0, 61, 31),
     ],
 )
-def test_the_price_of_memory_in_the_running_example(
-    capacity: float, after_backward: float, counted: float, in_bytes: float
-) -> None:
+def test_the_price_of_memory_in_the_running_example(capacity, after_backward, counted, in_bytes):
     problem = running(capacity, after_backward)
     assert p.plan(problem.counted()).period == counted
     schedule = p.plan(problem)
@@ -48,19 +46,19 @@ def test_the_price_of_memory_in_the_running_example(
 
 
 @pytest.mark.parametrize("technique", [p.Technique(), p.Technique(split_backward=False)], ids=["split", "fused"])
-def test_a_worker_that_cannot_hold_what_w_needs_fuses_every_backward(technique: p.Technique) -> None:
+def test_a_worker_that_cannot_hold_what_w_needs_fuses_every_backward(technique):
     problem = replace(running(2, 2.5), technique=technique)
     assert kinds(p.plan(problem)) == {p.OpKind.FORWARD: 72, BW: 72}
 
 
-def test_a_worker_without_room_for_one_microbatch_is_an_error_with_a_remedy() -> None:
+def test_a_worker_without_room_for_one_microbatch_is_an_error_with_a_remedy():
     with pytest.raises(PlanningError, match=r"stage 0 has 0 bytes, needs 0 .* 1 more.*smaller micro-batches"):
         running(0.5, 0.0)
     with pytest.raises(ConfigurationError, match=r"memory is given for 1 stage, the grid .* has 4"):
         p.Problem(GRID, UNIT, memory=p.Memory((1,), (0,), (1,), (1,)))
 
 
-def test_a_backward_for_which_nobody_waits_is_fused() -> None:
+def test_a_backward_for_which_nobody_waits_is_fused():
     """At stage 0 nobody ever does, unless an F that others wait for comes between B and W."""
     schedule = p.plan(p.Problem(GRID, UNIT, FAILED))
     assert kinds(schedule, 0)[BW] >= 15
@@ -71,7 +69,7 @@ def test_a_backward_for_which_nobody_waits_is_fused() -> None:
     assert kinds(eager, 0) == {p.OpKind.FORWARD: 18, BW: 18}
 
 
-def test_a_plan_whose_backwards_are_fused_begins_its_stages_as_late_as_its_order_allows() -> None:
+def test_a_plan_whose_backwards_are_fused_begins_its_stages_as_late_as_its_order_allows():
     times: dict[str, tuple[float, ...]] = {
         "forward": (0.9, 0.3, 0.9, 0.0),
         "backward_input": (0.9, 0.9, 0.0, 0.0),
@@ -85,11 +83,11 @@ def test_a_plan_whose_backwards_are_fused_begins_its_stages_as_late_as_its_order
     assert schedule.period <= p.retime(schedule, schedule.problem.costs).period + 1e-9
 
 
-def test_with_fused_backwards_nothing_is_split() -> None:
+def test_with_fused_backwards_nothing_is_split():
     assert kinds(p.plan(replace(running(3, 0.1), technique=p.Technique(split_backward=False))))[B] == 0
 
 
-def test_a_mixture_is_timed_again() -> None:
+def test_a_mixture_is_timed_again():
     schedule = p.plan(running(4, 2.0))
     assert {B, W, BW} <= kinds(schedule).keys()
     slower = p.retime(schedule, p.Costs.uniform(4, 2.0, 2.0, 2.0))
@@ -108,11 +106,11 @@ def test_a_mixture_is_timed_again() -> None:
         ({"after_backward": (0.5, 0.5, 3.9, 0.5)}, r"memory: \(\d, 2\) holds \d+ bytes in (B|F)"),
     ],
 )
-def test_the_validator_counts_bytes(change: dict[str, tuple[float, ...]], says: str) -> None:
+def test_the_validator_counts_bytes(change, says):
     schedule = p.plan(running(4, 0.5))
     assert schedule.problem.memory is not None
     assert max(schedule.peak_memory(worker) for worker in schedule.problem.live_workers(2)) == 4
-    memory = replace(schedule.problem.memory, **change)  # type: ignore[arg-type]
+    memory = replace(schedule.problem.memory, **change)
     with pytest.raises(p.InvalidScheduleError, match=says):
         p.validate(replace(schedule, problem=replace(schedule.problem, memory=memory)))
 
@@ -130,7 +128,7 @@ def tight(seed: int) -> p.Problem:
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_a_plan_in_bytes_is_never_worse_than_one_in_microbatches(part: int) -> None:
+def test_a_plan_in_bytes_is_never_worse_than_one_in_microbatches(part):
     """Seeded: 24 instances with tight memory. Most gain; none loses."""
     gains = []
     for seed in range(part * 6, part * 6 + 6):

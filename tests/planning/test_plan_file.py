@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from lightning_recycle.planning.schedule import SolverUse
 PROBLEM = p.Problem(p.Grid(3, 4, 6), p.Costs.uniform(4), frozenset({p.Worker(1, 2)}))
 
 
-def test_a_plan_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_a_plan_comes_back_as_it_was(tmp_path):
     path = tmp_path / "new" / "plan.json"
     result = p.solve(PROBLEM)
     p.save_plan(path, result)
@@ -29,7 +28,7 @@ def test_a_plan_comes_back_as_it_was(tmp_path: Path) -> None:
     assert p.load_plan(path).schedule == result.schedule
 
 
-def test_who_found_a_plan_and_what_the_solver_did_come_back(tmp_path: Path) -> None:
+def test_who_found_a_plan_and_what_the_solver_did_come_back(tmp_path):
     path = tmp_path / "plan.json"
     kept = p.solve(PROBLEM, "highs")
     p.save_plan(path, kept)
@@ -54,7 +53,7 @@ CHECKPOINT = p.Memory((4.0,) * 4, (0.0,) * 4, (1.0,) * 4, (1.0,) * 4, (0.1,) * 4
         replace(PROBLEM, costs=replace(PROBLEM.costs, reduce=(1.0,) * 4)),
     ],
 )
-def test_files_keep_all_of_a_plan(tmp_path: Path, problem: p.Problem, compact_from: int) -> None:
+def test_files_keep_all_of_a_plan(tmp_path, problem, compact_from):
     schedule = p.heuristic(problem, compact_from=compact_from)
     path = tmp_path / "plan.json"
     p.save_plan(path, schedule)
@@ -106,9 +105,7 @@ def overlap(data: dict[str, Any]) -> None:
         (lambda data: data.pop("solver"), "solver"),
     ],
 )
-def test_a_wrong_plan_is_refused_in_one_line(
-    tmp_path: Path, change: Callable[[dict[str, Any]], None], message: str
-) -> None:
+def test_a_wrong_plan_is_refused_in_one_line(tmp_path, change, message):
     path = tmp_path / "plan.json"
     p.save_plan(path, p.solve(PROBLEM))
     data = json.loads(path.read_text())
@@ -132,7 +129,7 @@ def test_a_wrong_plan_is_refused_in_one_line(
         (b"[" * 100_000, "not JSON"),
     ],
 )
-def test_what_is_no_plan_is_refused(tmp_path: Path, content: bytes | None, message: str) -> None:
+def test_what_is_no_plan_is_refused(tmp_path, content, message):
     path = tmp_path / "plan.json"
     if content is not None:
         path.write_bytes(content)
@@ -140,9 +137,7 @@ def test_what_is_no_plan_is_refused(tmp_path: Path, content: bytes | None, messa
         p.load_plan(path)
 
 
-def test_an_interrupted_write_leaves_the_old_file_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
     path = tmp_path / "plan.json"
     path.write_text("old")
 
@@ -167,7 +162,7 @@ PROFILE = p.Profile(
 )
 
 
-def test_a_profile_comes_back_and_becomes_costs(tmp_path: Path) -> None:
+def test_a_profile_comes_back_and_becomes_costs(tmp_path):
     path = tmp_path / "profile.json"
     p.save_profile(path, PROFILE)
     assert p.load_profile(path) == PROFILE
@@ -178,7 +173,7 @@ def test_a_profile_comes_back_and_becomes_costs(tmp_path: Path) -> None:
     assert p.Profile(PROFILE.stages[:1], latency=0.001).costs().communication == 0.0
 
 
-def test_memory_of_a_profile() -> None:
+def test_memory_of_a_profile():
     # What W needs is not known: as much as is held before B.
     assert PROFILE.memory(4500) == p.Memory((4500,) * 2, (0,) * 2, (1000, 400), (1000, 400))
     known = replace(PROFILE.stages[1], waiting_bytes=0)
@@ -200,7 +195,7 @@ def test_memory_of_a_profile() -> None:
         (lambda data: data.pop("stages"), "damaged"),
     ],
 )
-def test_a_wrong_profile_is_refused(tmp_path: Path, change: Callable[[dict[str, Any]], None], message: str) -> None:
+def test_a_wrong_profile_is_refused(tmp_path, change, message):
     path = tmp_path / "profile.json"
     p.save_profile(path, PROFILE)
     data = json.loads(path.read_text())
@@ -210,7 +205,7 @@ def test_a_wrong_profile_is_refused(tmp_path: Path, change: Callable[[dict[str, 
         p.load_profile(path)
 
 
-def test_a_profile_that_cannot_be_read_or_written(tmp_path: Path) -> None:
+def test_a_profile_that_cannot_be_read_or_written(tmp_path):
     with pytest.raises(ConfigurationError, match="cannot read the profile"):
         p.load_profile(tmp_path / "none.json")
     (tmp_path / "bad.json").write_text("{")

@@ -33,7 +33,7 @@ def problems(draw: st.DrawFn, *, with_failures: bool = True) -> p.Problem:
     slow = st.dictionaries(st.sampled_from(grid.workers()), st.sampled_from([0.5, 1.0, 1.2, 3.0]), max_size=3)
     factors = draw(st.just({}) | slow)
     limit, memory = draw(st.none() | limits), draw(st.none() | memories(grid.stages))
-    return p.Problem(grid, costs, frozenset(failed), technique, limit, factors, memory)  # type: ignore[arg-type]
+    return p.Problem(grid, costs, frozenset(failed), technique, limit, factors, memory)
 
 
 @st.composite
@@ -51,7 +51,7 @@ def memories(draw: st.DrawFn, stages: int) -> p.Memory:
 
 @settings(max_examples=100, deadline=None)
 @given(problems())
-def test_every_plan_is_valid_and_respects_its_bounds(problem: p.Problem) -> None:
+def test_every_plan_is_valid_and_respects_its_bounds(problem):
     schedule = p.heuristic(problem, EFFORT)
     p.validate(schedule)
     if problem.memory is not None:
@@ -64,7 +64,7 @@ def test_every_plan_is_valid_and_respects_its_bounds(problem: p.Problem) -> None
 
 @settings(max_examples=50, deadline=None)
 @given(problems(with_failures=False))
-def test_1f1b_is_valid_for_any_costs_and_limits(problem: p.Problem) -> None:
+def test_1f1b_is_valid_for_any_costs_and_limits(problem):
     schedule = p.one_f_one_b(problem)
     p.validate(schedule)
     for worker in schedule.live_workers:
@@ -73,13 +73,13 @@ def test_1f1b_is_valid_for_any_costs_and_limits(problem: p.Problem) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(problems())
-def test_planning_twice_gives_the_same_schedule(problem: p.Problem) -> None:
+def test_planning_twice_gives_the_same_schedule(problem):
     assert p.heuristic(problem, EFFORT) == p.heuristic(pickle.loads(pickle.dumps(problem)), EFFORT)
 
 
 @settings(max_examples=50, deadline=None)
 @given(problems())
-def test_a_plan_survives_json_and_pickle(problem: p.Problem) -> None:
+def test_a_plan_survives_json_and_pickle(problem):
     schedule = p.heuristic(problem, EFFORT)
     assert p.read_plan(json.loads(json.dumps(p.plan_to_json(schedule)))).schedule == schedule
     assert pickle.loads(pickle.dumps(schedule)) == schedule
@@ -87,7 +87,7 @@ def test_a_plan_survives_json_and_pickle(problem: p.Problem) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(problems())
-def test_orphans_are_dealt_evenly_and_nothing_else_moves_at_equal_speeds(problem: p.Problem) -> None:
+def test_orphans_are_dealt_evenly_and_nothing_else_moves_at_equal_speeds(problem):
     grid = problem.grid
     for stage, route in enumerate(p.reroute(grid, problem.failed)):
         assert list(route) == list(grid.all_microbatches())
@@ -103,13 +103,13 @@ def test_orphans_are_dealt_evenly_and_nothing_else_moves_at_equal_speeds(problem
 
 @settings(max_examples=50, deadline=None)
 @given(problems())
-def test_the_staggered_optimizer_never_slows_down(problem: p.Problem) -> None:
+def test_the_staggered_optimizer_never_slows_down(problem):
     staggered = replace(problem, technique=replace(problem.technique, staggered=True))
     barrier = replace(problem, technique=replace(problem.technique, staggered=False))
     assert p.heuristic(staggered, EFFORT).period <= p.heuristic(barrier, EFFORT).period + CLOSE
 
 
-def test_the_staggered_period_is_what_an_executor_reaches_that_runs_as_early_as_possible() -> None:
+def test_the_staggered_period_is_what_an_executor_reaches_that_runs_as_early_as_possible():
     """Play 30 iterations of the programs without the planned times; the last ones follow each other by the period."""
     costs = p.Costs((1.0, 1.3, 0.9, 1.1), (1.0, 1.2, 1.1, 0.7), (0.9, 1.0, 0.8, 1.0), (0.4,) * 4, (0.2,) * 4, 0.2)
     failed = frozenset({p.Worker(0, 1), p.Worker(2, 3)})

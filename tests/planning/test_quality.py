@@ -26,7 +26,7 @@ BARRIER = Technique(staggered=False)
 
 
 @pytest.mark.parametrize("stages", range(2, 10))
-def test_with_s_in_flight_no_worse_than_zb_h1(stages: int) -> None:
+def test_with_s_in_flight_no_worse_than_zb_h1(stages):
     for microbatches in (stages, stages + 1, stages + 2, 2 * stages, 2 * stages + 1, 4 * stages):
         for pipelines in (1, 3):
             grid = Grid(pipelines, stages, microbatches)
@@ -35,7 +35,7 @@ def test_with_s_in_flight_no_worse_than_zb_h1(stages: int) -> None:
 
 
 @pytest.mark.parametrize("stages", range(2, 10))
-def test_with_2s_minus_1_in_flight_the_period_is_the_work_of_a_worker(stages: int) -> None:
+def test_with_2s_minus_1_in_flight_the_period_is_the_work_of_a_worker(stages):
     for microbatches in (2 * stages - 1, 2 * stages, 2 * stages + 1, 4 * stages):
         limit = (2 * stages - 1,) * stages
         problem = Problem(Grid(1, stages, microbatches), Costs.uniform(stages), in_flight_limit=limit)
@@ -67,7 +67,7 @@ def cases(count: int) -> list[tuple[Grid, Worker | None, bool]]:
 
 @pytest.mark.parametrize("spread", [0.0, 0.1], ids=["equal stages", "unequal stages"])
 @pytest.mark.parametrize("count", [20, pytest.param(10_000, marks=pytest.mark.exhaustive)])
-def test_long_iterations_stay_close_to_the_lower_bound(spread: float, count: int) -> None:
+def test_long_iterations_stay_close_to_the_lower_bound(spread, count):
     """At most 1% without a limit; with 2 S - 1 in flight at most 3%, but for one case in fifty, which is below 4%."""
     gaps = {}
     for grid, failed, limited in cases(count):
@@ -93,14 +93,14 @@ def timed(problem: Problem) -> tuple[Schedule, float]:
     return heuristic(problem), time.process_time() - begin
 
 
-def test_384_workers_with_failures_are_planned_at_the_bound() -> None:
+def test_384_workers_with_failures_are_planned_at_the_bound():
     schedule, seconds = timed(large(12, 32, 64, 0.05, seed=1))
     assert schedule.period <= 1.02 * lower_bound(schedule.problem)
     assert seconds < 10
 
 
 @pytest.mark.parametrize(("limit", "gap"), [(None, 0.02), (63, 0.065), (32, 0.081)])
-def test_nothing_is_held_up_at_every_stage_on_its_way(limit: int | None, gap: float) -> None:
+def test_nothing_is_held_up_at_every_stage_on_its_way(limit, gap):
     """Without waiting for backwards that are about to arrive, 3.6 % without a limit and 8.8 % with 63: on the way of
     the first and the last gradient through 32 stages, half an operation is in the way at each. With 32, 13.3 % without
     waiting for forwards in the second half."""
@@ -113,7 +113,7 @@ def test_nothing_is_held_up_at_every_stage_on_its_way(limit: int | None, gap: fl
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_express_micro_batches_leave_a_plan_valid(seed: int) -> None:
+def test_express_micro_batches_leave_a_plan_valid(seed):
     """Whatever is waited for: every operation is played, in an order that keeps to memory."""
     draw = Random(seed)
     grid = Grid(draw.randint(1, 3), draw.randint(2, 5), draw.randint(2, 7))
@@ -135,7 +135,7 @@ def test_express_micro_batches_leave_a_plan_valid(seed: int) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("pipelines", "part", "limit"), [(24, 0.05, 10), (32, 0.25, 30)])
 @pytest.mark.parametrize("seed", range(3))
-def test_thousands_of_workers_are_planned_in_seconds(pipelines: int, part: float, limit: float, seed: int) -> None:
+def test_thousands_of_workers_are_planned_in_seconds(pipelines, part, limit, seed):
     schedule, seconds = timed(large(pipelines, 64, 128, part, seed))
     assert schedule.period <= 1.02 * lower_bound(schedule.problem)
     assert seconds < limit

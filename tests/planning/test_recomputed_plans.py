@@ -42,9 +42,7 @@ def again(schedule: p.Schedule) -> list[int]:
     ],
     ids=str,
 )
-def test_the_price_of_memory_with_recomputation(
-    failed: frozenset[p.Worker], capacity: float, without: float, with_quarter: float, with_tenth: float
-) -> None:
+def test_the_price_of_memory_with_recomputation(failed, capacity, without, with_quarter, with_tenth):
     """One micro-batch at a time where no more fit; with checkpoints many are under way."""
     for checkpoint, most in ((None, without), (0.25, with_quarter), (0.1, with_tenth)):
         schedule = p.plan(running(capacity, checkpoint, failed))
@@ -54,13 +52,13 @@ def test_the_price_of_memory_with_recomputation(
 
 
 @pytest.mark.parametrize("capacity", [4, 9])
-def test_nothing_is_computed_again_where_there_is_room(capacity: float) -> None:
+def test_nothing_is_computed_again_where_there_is_room(capacity):
     schedule = p.plan(running(capacity, 0.1))
     assert again(schedule) == [0, 0, 0, 0]
     assert schedule.period == p.plan(running(capacity, None)).period
 
 
-def test_only_what_memory_requires_is_computed_again() -> None:
+def test_only_what_memory_requires_is_computed_again():
     """By stage, and within a stage by micro-batch; never at the last stage."""
     schedule = p.plan(running(1.5, 0.5, NOBODY))
     counts = again(schedule)
@@ -85,7 +83,7 @@ def random_problem(seed: int) -> p.Problem:
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_random_limits(part: int) -> None:
+def test_random_limits(part):
     """Every plan is valid, within memory, above the bound, and no longer than the one without; some are shorter."""
     shorter = 0
     for seed in range(part * 10, part * 10 + 10):
@@ -106,7 +104,7 @@ def with_program(schedule: p.Schedule, worker: p.Worker, ops: list[p.ScheduledOp
     return replace(schedule, workers={**schedule.workers, worker: tuple(ops)})
 
 
-def test_the_validator_knows_what_a_recomputation_is() -> None:
+def test_the_validator_knows_what_a_recomputation_is():
     schedule = p.plan(running(1.5, 0.25, NOBODY))
     p.validate(schedule)
     worker = p.Worker(0, 0)
@@ -138,7 +136,7 @@ def test_the_validator_knows_what_a_recomputation_is() -> None:
         p.validate(with_program(schedule, last, [first, moment, *ops[1:]]))
 
 
-def test_a_plan_survives_files_and_other_costs() -> None:
+def test_a_plan_survives_files_and_other_costs():
     schedule = p.plan(running(1.5, 0.25))
     assert sum(again(schedule))
     assert p.read_plan(json.loads(json.dumps(p.plan_to_json(schedule)))).schedule == schedule
@@ -148,7 +146,7 @@ def test_a_plan_survives_files_and_other_costs() -> None:
     assert slower.period == 2 * schedule.period
 
 
-def test_an_exact_planner_is_not_asked_for_what_its_model_lacks() -> None:
+def test_an_exact_planner_is_not_asked_for_what_its_model_lacks():
     result = p.solve(running(1.5, 0.25), p.ExactPlanner("highs"))
     assert result.found_by == "heuristic"
     assert result.solver is not None
@@ -156,7 +154,7 @@ def test_an_exact_planner_is_not_asked_for_what_its_model_lacks() -> None:
     assert "computed again" in str(result.solver.reason)
 
 
-def test_sizes_of_checkpoints_are_checked() -> None:
+def test_sizes_of_checkpoints_are_checked():
     with pytest.raises(ConfigurationError, match="checkpoint"):
         p.Memory((1.0,), (0.0,), (1.0,), (1.0,), (-1.0,))
     with pytest.raises(ConfigurationError, match=r"checkpoint.* has 2 numbers"):

@@ -17,13 +17,13 @@ GRID = Grid(3, 4, 6)
 UNIT = p.Costs.uniform(4)
 
 
-def test_orphans_of_several_failures_in_one_stage_are_dealt_in_the_order_of_arrival() -> None:
+def test_orphans_of_several_failures_in_one_stage_are_dealt_in_the_order_of_arrival():
     route = reroute(Grid(4, 1, 2), {Worker(0, 0), Worker(2, 0)})[0]
     adopted = [(Microbatch(0, 0), 1), (Microbatch(2, 0), 3), (Microbatch(0, 1), 1), (Microbatch(2, 1), 3)]
     assert [(microbatch, route[microbatch].pipeline) for microbatch, _ in adopted] == adopted
 
 
-def test_a_slow_worker_gives_up_microbatches_spread_over_the_iteration() -> None:
+def test_a_slow_worker_gives_up_microbatches_spread_over_the_iteration():
     route = reroute(GRID, (), {Worker(1, 2): 2.0})[2]
     moved = {
         microbatch: worker.pipeline for microbatch, worker in route.items() if worker.pipeline != microbatch.pipeline
@@ -34,7 +34,7 @@ def test_a_slow_worker_gives_up_microbatches_spread_over_the_iteration() -> None
     assert reroute(GRID, (), {Worker(1, 2): 2.0})[1] == reroute(GRID, ())[1]
 
 
-def test_a_fast_peer_adopts_more_and_not_all_at_once() -> None:
+def test_a_fast_peer_adopts_more_and_not_all_at_once():
     grid = Grid(3, 1, 12)
     route = reroute(grid, {Worker(0, 0)}, {Worker(1, 0): 0.5})[0]
     assert Counter(route.values()) == {Worker(1, 0): 24, Worker(2, 0): 12}
@@ -46,7 +46,7 @@ def test_a_fast_peer_adopts_more_and_not_all_at_once() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.sampled_from([0.5, 1.0, 1.25, 2.0, 3.0]), min_size=2, max_size=3), st.integers(1, 5), st.booleans())
-def test_no_assignment_has_a_smaller_slowest_worker(speeds: list[float], microbatches: int, fails: bool) -> None:
+def test_no_assignment_has_a_smaller_slowest_worker(speeds, microbatches, fails):
     grid = Grid(len(speeds) + fails, 1, microbatches)
     failed = {Worker(len(speeds), 0)} if fails else set()
     factors = {Worker(d, 0): factor for d, factor in enumerate(speeds)}
@@ -88,7 +88,7 @@ def pairs(draw: st.DrawFn) -> tuple[p.Problem, p.Problem]:
 
 @settings(max_examples=75, deadline=None)
 @given(pairs())
-def test_a_renamed_plan_is_a_valid_plan_of_the_same_value(problems: tuple[p.Problem, p.Problem]) -> None:
+def test_a_renamed_plan_is_a_valid_plan_of_the_same_value(problems):
     one, other = problems
     assert alike(one, other)
     assert representative(one) == representative(other)
@@ -112,14 +112,14 @@ def local(schedule: p.Schedule) -> int:
     )
 
 
-def test_after_one_failure_every_other_worker_keeps_its_own_microbatches() -> None:
+def test_after_one_failure_every_other_worker_keeps_its_own_microbatches():
     plan = p.heuristic(p.Problem(GRID, UNIT, frozenset({p.Worker(2, 1)})))
     mapped = renamed(plan, replace(plan.problem, failed=frozenset({p.Worker(0, 1)})))
     p.validate(mapped)
     assert local(mapped) == local(plan) == 4 * 3 * 6 - 6
 
 
-def test_one_plan_for_each_distribution_serves_all_pairs() -> None:
+def test_one_plan_for_each_distribution_serves_all_pairs():
     plans: dict[p.Problem, p.Schedule] = {}
     for pair in combinations(GRID.workers(), 2):
         problem = p.Problem(GRID, UNIT, frozenset(pair))
@@ -133,7 +133,7 @@ def test_one_plan_for_each_distribution_serves_all_pairs() -> None:
     assert len(plans) == 10, "4 stages that lose two, 6 pairs of stages"
 
 
-def test_a_plan_for_another_distribution_is_refused() -> None:
+def test_a_plan_for_another_distribution_is_refused():
     plan = p.heuristic(p.Problem(GRID, UNIT, frozenset({p.Worker(2, 1)})), 0)
     with pytest.raises(PlanningError, match=r"failures \(0, 1, 0, 0\) by stage is none for \(0, 0, 1, 0\)"):
         renamed(plan, replace(plan.problem, failed=frozenset({p.Worker(2, 2)})))

@@ -16,7 +16,7 @@ Programs = dict[p.Worker, list[p.ScheduledOp]]
 
 def good(**changes: object) -> p.Schedule:
     costs = p.Costs.uniform(4, reduce=2.0, optimizer=1.0, communication=0.5)
-    return p.heuristic(replace(p.Problem(GRID, costs, FAILED), **changes))  # type: ignore[arg-type]
+    return p.heuristic(replace(p.Problem(GRID, costs, FAILED), **changes))
 
 
 def with_programs(schedule: p.Schedule, change: Callable[[Programs], None]) -> p.Schedule:
@@ -171,14 +171,14 @@ def weight_before_input_gradient(programs: Programs) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_a_broken_rule_is_found_and_named(change: Callable[[Programs], None], rule: str) -> None:
+def test_a_broken_rule_is_found_and_named(change, rule):
     schedule = good()
     p.validate(schedule)
     found = violations(with_programs(schedule, change))
     assert any(rule in violation for violation in found), found
 
 
-def test_reduce_waits_for_the_slowest_peer() -> None:
+def test_reduce_waits_for_the_slowest_peer():
     """A REDUCE that is right for its own worker but too early for a peer."""
     schedule = good()
     programs = {worker: list(ops) for worker, ops in schedule.workers.items()}
@@ -189,7 +189,7 @@ def test_reduce_waits_for_the_slowest_peer() -> None:
     assert any(f"REDUCE@2 on {other}" in violation for violation in violations(broken))
 
 
-def test_memory_limit() -> None:
+def test_memory_limit():
     schedule = good()
     peak = schedule.peak_in_flight(p.Worker(0, 1))
     tight = replace(schedule, problem=replace(schedule.problem, in_flight_limit=(18, peak - 1, 18, 18)))
@@ -197,14 +197,14 @@ def test_memory_limit() -> None:
     p.validate(replace(schedule, problem=replace(schedule.problem, in_flight_limit=(18, peak, 18, 18))))
 
 
-def test_period_shorter_than_a_stage_needs() -> None:
+def test_period_shorter_than_a_stage_needs():
     schedule = good()
     found = violations(replace(schedule, period=schedule.period - 0.1))
     assert any("overlap:" in violation for violation in found)
     assert any("period:" in violation and "STEP" in violation for violation in found)
 
 
-def test_stage_steps_before_any_of_its_workers_goes_on() -> None:
+def test_stage_steps_before_any_of_its_workers_goes_on():
     """No worker is too busy for this period, but one begins while a peer has not stepped yet."""
     grid = p.Grid(2, 1, 1)
     costs = p.Costs.uniform(1, optimizer=1.0)
@@ -218,13 +218,13 @@ def test_stage_steps_before_any_of_its_workers_goes_on() -> None:
     p.validate(p.Schedule(schedule.problem, late, schedule.period + 1.0))
 
 
-def test_without_staggering_the_period_is_the_makespan() -> None:
+def test_without_staggering_the_period_is_the_makespan():
     schedule = good(technique=p.Technique(staggered=False))
     for period in (schedule.makespan - 1.0, schedule.makespan + 1.0, float("nan")):
         assert any("period:" in violation for violation in violations(replace(schedule, period=period)))
 
 
-def test_a_fused_plan_has_only_fused_backwards() -> None:
+def test_a_fused_plan_has_only_fused_backwards():
     schedule = good()
     fused_problem = replace(schedule.problem, technique=p.Technique(split_backward=False))
     assert any("not split" in violation for violation in violations(replace(schedule, problem=fused_problem)))
@@ -232,7 +232,7 @@ def test_a_fused_plan_has_only_fused_backwards() -> None:
     p.validate(replace(fused, problem=schedule.problem))  # splitting is a permission, not an obligation
 
 
-def test_programs_that_wait_for_each_other_are_found_even_without_durations() -> None:
+def test_programs_that_wait_for_each_other_are_found_even_without_durations():
     grid = p.Grid(1, 2, 2)
     a, b = p.Microbatch(0, 0), p.Microbatch(0, 1)
     problem = p.Problem(grid, p.Costs.uniform(2, 0.0, 0.0, 0.0), technique=p.Technique(split_backward=False))
@@ -249,7 +249,7 @@ def test_programs_that_wait_for_each_other_are_found_even_without_durations() ->
     assert any("waits forever before" in violation for violation in found)
 
 
-def test_the_error_lists_some_violations_counts_all_and_survives_pickling() -> None:
+def test_the_error_lists_some_violations_counts_all_and_survives_pickling():
     schedule = good()
     with pytest.raises(p.InvalidScheduleError, match=r"and \d+ more") as caught:
         p.validate(replace(schedule, workers={}))

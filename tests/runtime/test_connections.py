@@ -18,12 +18,7 @@ import pytest
 from support.strangers import attack, knock
 from support.waiting import wait_for
 
-from lightning_recycle.control.network.connection import (
-    GREETING_BYTES,
-    PROOF_BYTES,
-    Handshake,
-    Role,
-)
+from lightning_recycle.control.network.connection import GREETING_BYTES, PROOF_BYTES, Handshake, Role
 from lightning_recycle.runtime import connections
 from lightning_recycle.runtime.connections import Gate, Link, NoAnswerError, connect
 
@@ -95,7 +90,7 @@ class Acceptor:
 NAME = LINK.code("name", KEY, 3)
 
 
-def test_the_codes_of_a_link_need_the_key_and_are_of_one_generation_and_direction() -> None:
+def test_the_codes_of_a_link_need_the_key_and_are_of_one_generation_and_direction():
     others = [("key", KEY, 3), ("name", OTHER_KEY, 3), ("name", KEY, 2)]
     codes = {NAME, *(LINK.code(*other) for other in others)}
     codes |= {other.code("name", KEY, 3) for other in (Link("activations", 1, 0), Link("gradients", 0, 1))}
@@ -107,9 +102,7 @@ def test_the_codes_of_a_link_need_the_key_and_are_of_one_generation_and_directio
     [LINK.code("name", OTHER_KEY, 3), LINK.code("name", KEY, 2), Link("activations", 1, 0).code("name", KEY, 3)],
     ids=["another key", "an earlier generation", "another link"],
 )
-def test_a_dialer_that_is_not_awaited_is_refused(
-    gates: list[Gate], name: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_dialer_that_is_not_awaited_is_refused(gates, name, caplog):
     acceptor = Acceptor(gates[1])
     acceptor.stranger.sendall(name)
     acceptor.refuses()
@@ -117,9 +110,7 @@ def test_a_dialer_that_is_not_awaited_is_refused(
 
 
 @pytest.mark.parametrize("said", ["another key", "its own proof", "nothing right"])
-def test_who_has_overheard_the_name_needs_the_key(
-    gates: list[Gate], said: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_who_has_overheard_the_name_needs_the_key(gates, said, caplog):
     acceptor = Acceptor(gates[1])
     stranger = Handshake(Role.COORDINATOR, OTHER_KEY)
     acceptor.stranger.sendall(NAME)
@@ -133,7 +124,7 @@ def test_who_has_overheard_the_name_needs_the_key(
     assert "the other side has another key" in caplog.text
 
 
-def test_a_dialer_refuses_who_does_not_know_the_key() -> None:
+def test_a_dialer_refuses_who_does_not_know_the_key():
     """Such as a process that has got the port of a worker that died."""
     heard = []
     with socket.create_server(("127.0.0.1", 0)) as server, contextlib.closing(Gate("127.0.0.1")) as gate:
@@ -153,7 +144,7 @@ def test_a_dialer_refuses_who_does_not_know_the_key() -> None:
     assert heard == [b""], "it proves nothing to an impostor"
 
 
-def test_what_was_overheard_does_not_open_another_connection(gates: list[Gate]) -> None:
+def test_what_was_overheard_does_not_open_another_connection(gates):
     overheard = bytearray()
     with socket.create_server(("127.0.0.1", 0)) as between, ThreadPoolExecutor(3) as pool:
         host, port = between.getsockname()
@@ -180,7 +171,7 @@ def test_what_was_overheard_does_not_open_another_connection(gates: list[Gate]) 
     acceptor.refuses()
 
 
-def test_of_many_pairs_each_side_dials_about_half() -> None:
+def test_of_many_pairs_each_side_dials_about_half():
     links = {Link.between("stage0", a, b) for a in range(8) for b in range(8) if a != b}
     assert len(links) == 28
     dials = [sum(link.dialer == rank for link in links) for rank in range(8)]
@@ -225,7 +216,7 @@ def check_connected(results: list[dict[Link, socket.socket]]) -> None:
 
 
 @pytest.mark.parametrize("late", [0.0, 0.4])  # seconds; the second is longer than an attempt
-def test_workers_connect(gates: list[Gate], late: float) -> None:
+def test_workers_connect(gates, late):
     workers = Workers(gates)
     futures = []
     for rank in range(3):
@@ -235,7 +226,7 @@ def test_workers_connect(gates: list[Gate], late: float) -> None:
 
 
 @pytest.mark.parametrize("inputs", [2_000, pytest.param(50_000, marks=pytest.mark.exhaustive)])
-def test_workers_connect_among_strangers(gates: list[Gate], inputs: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_workers_connect_among_strangers(gates, inputs, caplog):
     """They come before, while and after the workers do, and hold their connections."""
     workers = Workers(gates)
     draw = random.Random(20_261_122)
@@ -258,7 +249,7 @@ def test_workers_connect_among_strangers(gates: list[Gate], inputs: int, caplog:
 
 
 @pytest.mark.long
-def test_workers_connect_while_others_flood_their_gates(gates: list[Gate]) -> None:
+def test_workers_connect_while_others_flood_their_gates(gates):
     ended = threading.Event()
 
     def flood(gate: Gate) -> None:
@@ -285,7 +276,7 @@ def test_workers_connect_while_others_flood_their_gates(gates: list[Gate]) -> No
             thread.join()
 
 
-def test_a_queue_that_strangers_have_filled_is_emptied() -> None:
+def test_a_queue_that_strangers_have_filled_is_emptied():
     gate, other = Gate("127.0.0.1"), Gate("127.0.0.1")
     gate.socket.listen(8)  # a small one
     link = Link("a", 1, 0)
@@ -307,7 +298,7 @@ def test_a_queue_that_strangers_have_filled_is_emptied() -> None:
         sock.close()
 
 
-def test_strangers_do_not_use_up_the_descriptors() -> None:
+def test_strangers_do_not_use_up_the_descriptors():
     """A process that has hardly any left drops strangers to take in a worker."""
     gate, other = Gate("127.0.0.1"), Gate("127.0.0.1")
     link = Link("a", 1, 0)
@@ -331,7 +322,7 @@ def test_strangers_do_not_use_up_the_descriptors() -> None:
                 stranger.close()
 
 
-def test_who_has_another_key_is_named_when_the_time_is_up(gates: list[Gate]) -> None:
+def test_who_has_another_key_is_named_when_the_time_is_up(gates):
     workers = Workers(gates)
     futures = [workers.start(rank, 1.0, KEY if rank else OTHER_KEY) for rank in range(3)]
     for rank, ranks in enumerate(["1, 2", "0", "0"]):
@@ -339,7 +330,7 @@ def test_who_has_another_key_is_named_when_the_time_is_up(gates: list[Gate]) -> 
             futures[rank].result()
 
 
-def test_who_does_not_answer_is_told_from_who_is_slow(gates: list[Gate], silent: bytes) -> None:
+def test_who_does_not_answer_is_told_from_who_is_slow(gates, silent):
     """A process that is stopped has its connections accepted by the kernel: it is for its silence to betray it."""
     with socket.create_server(("127.0.0.1", 0)) as gone:
         refuses = f"127.0.0.1 {gone.getsockname()[1]}".encode()
@@ -355,7 +346,7 @@ def test_who_does_not_answer_is_told_from_who_is_slow(gates: list[Gate], silent:
     assert descriptors() == before
 
 
-def test_addresses_of_ip_version_6_will_do() -> None:
+def test_addresses_of_ip_version_6_will_do():
     try:
         with contextlib.closing(Gate("::1")) as one, contextlib.closing(Gate("::1")) as other:
             with ThreadPoolExecutor(1) as pool:
@@ -367,7 +358,7 @@ def test_addresses_of_ip_version_6_will_do() -> None:
         pytest.skip("this machine has no IP version 6")
 
 
-def test_the_loop_of_the_users_code_stays_and_may_run(gates: list[Gate]) -> None:
+def test_the_loop_of_the_users_code_stays_and_may_run(gates):
     def connected() -> dict[Link, socket.socket]:
         return connect(gates[0], KEY, 3, 0, [], {}, NEVER, PATIENCE)
 
@@ -386,7 +377,7 @@ def test_the_loop_of_the_users_code_stays_and_may_run(gates: list[Gate]) -> None
         loop.close()
 
 
-def test_a_task_that_loses_a_cancellation_ends() -> None:
+def test_a_task_that_loses_a_cancellation_ends():
     """As ``asyncio.wait_for()`` did in CPython before 3.12 (gh-86296)."""
 
     async def run() -> None:
@@ -403,7 +394,7 @@ def test_a_task_that_loses_a_cancellation_ends() -> None:
     asyncio.run(asyncio.wait_for(run(), PATIENCE))
 
 
-def test_cancelling_ends_connecting_and_leaves_nothing_open(gates: list[Gate]) -> None:
+def test_cancelling_ends_connecting_and_leaves_nothing_open(gates):
     before = len(os.listdir("/proc/self/fd"))
     workers = Workers(gates)
     futures = [workers.start(rank) for rank in range(2)]

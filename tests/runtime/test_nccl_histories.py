@@ -21,7 +21,7 @@ HUNT = 150  # within so many a broken transport must be noticed
 MEETS = {"quiet", "abort", "late abort", "death", "error", "lost", "noticed", "received", "summed", "kept"}
 
 
-def test_no_payload_is_lost_or_swapped_and_nobody_waits_beyond_an_abort() -> None:
+def test_no_payload_is_lost_or_swapped_and_nobody_waits_beyond_an_abort():
     met = check_histories(range(SAMPLE))
     assert met["histories"] == SAMPLE
     assert not {kind for kind in MEETS if not met[kind]}
@@ -30,7 +30,7 @@ def test_no_payload_is_lost_or_swapped_and_nobody_waits_beyond_an_abort() -> Non
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("block", range(20))
-def test_the_same_in_all_histories(block: int) -> None:
+def test_the_same_in_all_histories(block):
     check_histories(range(block * 5_000, (block + 1) * 5_000))
 
 
@@ -146,7 +146,7 @@ MUTATIONS: list[tuple[str, ModuleType, list[tuple[str, str]]]] = [
 """What breaks, the module, and what is replaced in its source."""
 
 
-def test_every_mutation_applies_to_the_transport_as_it_is() -> None:
+def test_every_mutation_applies_to_the_transport_as_it_is():
     for _, module, changes in MUTATIONS:
         assert [inspect.getsource(module).count(old) for old, _ in changes] == [1] * len(changes)
 
@@ -156,9 +156,7 @@ def test_every_mutation_applies_to_the_transport_as_it_is() -> None:
     sampled(MUTATIONS, 12, rest=pytest.mark.long),
     ids=[name for name, *_ in MUTATIONS],
 )
-def test_a_broken_transport_is_noticed(
-    monkeypatch: pytest.MonkeyPatch, mutation: str, module: ModuleType, changes: list[tuple[str, str]]
-) -> None:
+def test_a_broken_transport_is_noticed(monkeypatch, mutation, module, changes):
     source = inspect.getsource(module)
     for old, new in changes:
         source = source.replace(old, new)

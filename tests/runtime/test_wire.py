@@ -19,7 +19,7 @@ from lightning_recycle.runtime.wire import (
 )
 
 
-def test_a_header_says_which_gradients_are_wanted_back() -> None:
+def test_a_header_says_which_gradients_are_wanted_back():
     wanted = torch.ones(2, 3, dtype=torch.bfloat16, requires_grad=True)
     mask, tokens = torch.ones(4, dtype=torch.float64), torch.zeros(1, 0, dtype=torch.int64)
     layout = ValueLayout.of((wanted, None, mask, tokens))
@@ -35,7 +35,7 @@ def test_a_header_says_which_gradients_are_wanted_back() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 7, 8, 9, 64, 1003])
-def test_every_flipped_bit_shows(size: int) -> None:
+def test_every_flipped_bit_shows(size):
     draw = random.Random(size)
     data = np.frombuffer(draw.randbytes(size), dtype=np.uint8).copy()
     whole = sum_of_bytes(data)
@@ -46,7 +46,7 @@ def test_every_flipped_bit_shows(size: int) -> None:
     assert 0 < sum_of_bytes(data) == whole
 
 
-def test_tensors_have_the_sum_of_their_bits_in_order() -> None:
+def test_tensors_have_the_sum_of_their_bits_in_order():
     ones, square = torch.ones(3, dtype=torch.bfloat16), torch.randn(5, 7)
     assert sum_of_tensors([ones, None, square.t()]) == sum_of_tensors([ones, square.t().contiguous()])
     assert sum_of_tensors([ones, square]) != sum_of_tensors([square, ones])
@@ -54,7 +54,7 @@ def test_tensors_have_the_sum_of_their_bits_in_order() -> None:
 
 
 @pytest.mark.parametrize("size", [5, 100_000], ids=["packed", "payload"])
-def test_a_message_that_changes_on_its_way_is_not_whole(size: int) -> None:
+def test_a_message_that_changes_on_its_way_is_not_whole(size):
     memory, tensors = HostMemory(torch.device("cpu")), (torch.randn(size), None, torch.arange(3))
     layout = ValueLayout.of(tensors)
     packed = size == 5

@@ -1,7 +1,6 @@
 """Copies for checkpoints that are written in the background, and how the outcome of batches is agreed on."""
 
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +25,7 @@ def state_of(weight: torch.Tensor) -> dict[str, Any]:
     return {"weight": weight, "tied": weight.detach(), "groups": [{"lr": 0.1, "betas": (0.9, 0.999)}]}
 
 
-def test_a_copy_keeps_the_values_and_what_is_tied() -> None:
+def test_a_copy_keeps_the_values_and_what_is_tied():
     weight = torch.nn.Parameter(torch.ones(3))
     copy = StateCopies().take(state_of(weight))
     with torch.no_grad():
@@ -37,7 +36,7 @@ def test_a_copy_keeps_the_values_and_what_is_tied() -> None:
     assert copy["groups"] == [{"lr": 0.1, "betas": (0.9, 0.999)}]
 
 
-def test_a_tensor_is_copied_once_until_it_is_written() -> None:
+def test_a_tensor_is_copied_once_until_it_is_written():
     weight, copies = torch.ones(3), StateCopies()
     first = copies.take({"weight": weight})["weight"]
     assert copies.take({"weight": weight})["weight"] is first
@@ -47,7 +46,7 @@ def test_a_tensor_is_copied_once_until_it_is_written() -> None:
     assert second.tolist() == [2.0, 2.0, 2.0]
 
 
-def test_memory_of_an_earlier_boundary_is_used_again_where_it_fits() -> None:
+def test_memory_of_an_earlier_boundary_is_used_again_where_it_fits():
     earlier = StateCopies()
     old = earlier.take({"weight": torch.ones(3), "bias": torch.ones(2)})
     earlier.forget_originals()
@@ -57,7 +56,7 @@ def test_memory_of_an_earlier_boundary_is_used_again_where_it_fits() -> None:
     assert new["bias"].tolist() == [1.0] * 4
 
 
-def test_tensors_without_a_version_or_plain_memory_are_copied() -> None:
+def test_tensors_without_a_version_or_plain_memory_are_copied():
     with torch.inference_mode():
         frozen = torch.ones(2)
     sparse = torch.eye(2).to_sparse()
@@ -67,7 +66,7 @@ def test_tensors_without_a_version_or_plain_memory_are_copied() -> None:
 
 
 @pytest.mark.parametrize("pieces", range(5))
-def test_a_part_whose_receiver_is_lost_is_given_up_wherever_torch_is_in_its_archive(pieces: int) -> None:
+def test_a_part_whose_receiver_is_lost_is_given_up_wherever_torch_is_in_its_archive(pieces):
     taken = iter(range(pieces))
 
     def take(*_: Any) -> None:
@@ -85,7 +84,7 @@ def test_a_part_whose_receiver_is_lost_is_given_up_wherever_torch_is_in_its_arch
 LARGE = 1 << 20  # elements of four bytes
 
 
-def test_large_tensors_that_only_step_writes_are_copied_later_by_whoever_comes_first() -> None:
+def test_large_tensors_that_only_step_writes_are_copied_later_by_whoever_comes_first():
     state = {n: torch.full((LARGE,), float(n)) for n in range(8)}
     copies = StateCopies()
     copy = copies.take(state, ("optimizer",), until_step=True)
@@ -99,7 +98,7 @@ def test_large_tensors_that_only_step_writes_are_copied_later_by_whoever_comes_f
     assert all(torch.equal(copy[n], torch.full((LARGE,), float(n))) for n in state)
 
 
-def test_it_is_noticed_when_one_was_written_before_it_was_copied() -> None:
+def test_it_is_noticed_when_one_was_written_before_it_was_copied():
     state, small = torch.zeros(LARGE), torch.zeros(3)
     copies = StateCopies()
     copy = copies.take({"large": state, "small": small}, until_step=True)
@@ -112,7 +111,7 @@ def test_it_is_noticed_when_one_was_written_before_it_was_copied() -> None:
     assert not copies.finish()
 
 
-def test_where_copies_do_not_fit_they_are_the_tensors_themselves() -> None:
+def test_where_copies_do_not_fit_they_are_the_tensors_themselves():
     weight, earlier = torch.ones(4), StateCopies()
     earlier.take({"weight": weight})
     earlier.forget_originals()
@@ -159,7 +158,7 @@ class Worker:
         self.saves.apply_outcome()
 
 
-def test_what_is_asked_for_at_a_boundary_begins_there_on_all_workers() -> None:
+def test_what_is_asked_for_at_a_boundary_begins_there_on_all_workers():
     workers = [Worker(rank) for rank in (0, 3)]  # neither holds a copy
     for worker in workers:
         worker.ask(4, "a.ckpt", "b.ckpt")
@@ -173,7 +172,7 @@ def test_what_is_asked_for_at_a_boundary_begins_there_on_all_workers() -> None:
         assert worker.saves.pending is None
 
 
-def test_an_outcome_of_another_batch_changes_nothing() -> None:
+def test_an_outcome_of_another_batch_changes_nothing():
     worker = Worker()
     worker.ask(4, "a.ckpt")
     worker.client.member.saves = SaveStatus((2, 1), 7, 1 << 40, (None,))
@@ -182,7 +181,7 @@ def test_an_outcome_of_another_batch_changes_nothing() -> None:
     assert worker.followed == []
 
 
-def test_what_only_follows_from_older_checkpoints_follows_at_once() -> None:
+def test_what_only_follows_from_older_checkpoints_follows_at_once():
     worker = Worker()
     with worker.saves.deferring():
         worker.saves.begin(4, waits=False)
@@ -194,14 +193,14 @@ def test_what_only_follows_from_older_checkpoints_follows_at_once() -> None:
     assert worker.sent == []
 
 
-def test_the_end_of_a_run_waits_for_no_batch_that_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_a_run_waits_for_no_batch_that_has_not_begun(monkeypatch):
     worker = Worker(rank=1)
     worker.saves.begin(4, waits=False)
     monkeypatch.delattr("time.sleep")
     worker.saves.await_thread()
 
 
-def test_what_all_wait_for_is_begun_again_without_what_was_refused() -> None:
+def test_what_all_wait_for_is_begun_again_without_what_was_refused():
     worker = Worker()
     outcomes = [(SaveFailure("its writer was lost"), SaveFailure("the disk is full", is_refusal=True)), (None,)]
 
@@ -221,7 +220,7 @@ def test_what_all_wait_for_is_begun_again_without_what_was_refused() -> None:
     assert worker.saves.pending is None
 
 
-def test_a_worker_that_joined_takes_up_what_follows_and_what_is_to_be_repeated() -> None:
+def test_a_worker_that_joined_takes_up_what_follows_and_what_is_to_be_repeated():
     old, new = Worker(), Worker()
     old.saves.given_up = ("once more",)
     old.ask(4, "a.ckpt")
@@ -235,7 +234,7 @@ def test_a_worker_that_joined_takes_up_what_follows_and_what_is_to_be_repeated()
     assert old.sent[-1].batch == new.sent[-1].batch
 
 
-def test_the_leader_names_a_whole_file_whose_writer_was_lost(tmp_path: Path) -> None:
+def test_the_leader_names_a_whole_file_whose_writer_was_lost(tmp_path):
     whole, path = tmp_path / ".a.writing", tmp_path / "a.ckpt"
     for rank in (0, 1):  # the second one leads
         whole.write_text("whole")
@@ -249,7 +248,7 @@ def test_the_leader_names_a_whole_file_whose_writer_was_lost(tmp_path: Path) -> 
     assert not whole.exists()
 
 
-def test_the_leader_discards_a_new_file_of_a_batch_that_was_given_up() -> None:
+def test_the_leader_discards_a_new_file_of_a_batch_that_was_given_up():
     for rank, discarded in ((0, []), (1, ["a.ckpt"])):
         worker = Worker(rank)
         with pytest.MonkeyPatch.context() as patch:
@@ -259,7 +258,7 @@ def test_the_leader_discards_a_new_file_of_a_batch_that_was_given_up() -> None:
         assert worker.discarded == discarded
 
 
-def test_a_part_of_another_step_is_refused() -> None:
+def test_a_part_of_another_step_is_refused():
     parts = {0: (5, "of step 5"), 3: None}
     client: Any = SimpleNamespace(
         rank=3, returns=0, send_parcel=lambda *_: None, receive_parcel=lambda rank, *_: parts[rank]

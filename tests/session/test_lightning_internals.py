@@ -14,7 +14,7 @@ def spared(monkeypatch: pytest.MonkeyPatch) -> None:
     lightning_internals.skip_needless_moves()
 
 
-def test_values_are_logged_as_before() -> None:
+def test_values_are_logged_as_before():
     results = _ResultCollection(training=True)
     for value in (1.0, 3.0):
         results.log("training_step", "loss", torch.tensor(value), on_step=True, on_epoch=True, batch_size=1)
@@ -22,14 +22,14 @@ def test_values_are_logged_as_before() -> None:
     assert metrics["loss"] == 2.0
 
 
-def test_a_value_from_another_device_still_moves_its_metric() -> None:
+def test_a_value_from_another_device_still_moves_its_metric():
     results = _ResultCollection(training=True)
     results.log("training_step", "loss", torch.tensor(1.0), on_step=True, batch_size=1)
     results["training_step.loss"].to(torch.device("meta"))
     assert results["training_step.loss"].value.device.type == "meta"
 
 
-def test_a_torchmetrics_object_is_logged_as_before() -> None:
+def test_a_torchmetrics_object_is_logged_as_before():
     results = _ResultCollection(training=False)
     metric = MeanMetric()
     metric.update(torch.tensor(3.0))

@@ -48,7 +48,7 @@ def steps(module: Averaged, effects: MicrobatchChanges, change: Callable[[int], 
 
 
 @pytest.mark.parametrize("average", [assign, write_data])
-def test_an_average_of_a_bias_that_moves_late_counts_once(average: Callable[[Tensor, Tensor], None]) -> None:
+def test_an_average_of_a_bias_that_moves_late_counts_once(average):
     module = Averaged()
     effects = MicrobatchChanges(module, microbatches=2)
 
@@ -64,7 +64,7 @@ def test_an_average_of_a_bias_that_moves_late_counts_once(average: Callable[[Ten
     assert torch.equal(module.target.bias, before * 0.75 + module.net.bias.detach() * 0.25)
 
 
-def test_a_view_and_its_base_change_together() -> None:
+def test_a_view_and_its_base_change_together():
     module = Averaged()
     row, rows = module.row, module.rows
 
@@ -78,7 +78,7 @@ def test_a_view_and_its_base_change_together() -> None:
     assert module.rows is rows
 
 
-def test_a_write_among_more_than_can_be_compared_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_among_more_than_can_be_compared_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(module_changes, "_WATCHED_BYTES", -1000)
     monkeypatch.setattr(module_changes, "_KEPT_BYTES", -1)
     module = Averaged()
@@ -89,7 +89,7 @@ def test_a_write_among_more_than_can_be_compared_is_refused_by_name(monkeypatch:
         steps(module, effects, lambda index: module.target.weight.mul_(2.0), 1)
 
 
-def test_a_block_that_raises_leaves_nothing() -> None:
+def test_a_block_that_raises_leaves_nothing():
     module = Averaged()
     tree = ValueTree(module)
     tree.absorb()
@@ -104,7 +104,7 @@ def test_a_block_that_raises_leaves_nothing() -> None:
     assert module.row is not None
 
 
-def test_what_other_code_changes_is_told() -> None:
+def test_what_other_code_changes_is_told():
     module = Averaged()
     tree = ValueTree(module)
     tree.absorb()
@@ -116,7 +116,7 @@ def test_what_other_code_changes_is_told() -> None:
     assert tree.absorb() == []
 
 
-def test_a_parameter_that_is_thawed_is_trained_from_then_on() -> None:
+def test_a_parameter_that_is_thawed_is_trained_from_then_on():
     module = Averaged()
     effects = MicrobatchChanges(module, microbatches=2)
     steps(module, effects, lambda index: None, 1)
@@ -133,13 +133,13 @@ def test_a_parameter_that_is_thawed_is_trained_from_then_on() -> None:
         steps(module, effects, lambda index: weight.data.zero_(), 1)
 
 
-def test_thawing_in_a_step_is_refused() -> None:
+def test_thawing_in_a_step_is_refused():
     module = Averaged()
     with pytest.raises(UnsupportedFeatureError, match=r"target\.\w+\.requires_grad was set"):
         steps(module, MicrobatchChanges(module, microbatches=2), lambda index: module.target.requires_grad_(True), 1)
 
 
-def test_a_tensor_in_a_tuple_is_refused_if_it_is_written() -> None:
+def test_a_tensor_in_a_tuple_is_refused_if_it_is_written():
     module = Averaged()
     module.pair = torch.zeros(2), torch.ones(2)
     with pytest.raises(UnsupportedFeatureError, match=r"the tuple pair was written"):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -33,7 +31,7 @@ ALIAS = ([["l0", "l1"], ["l2", "l3"]], {(1, "l3"): "l0"}, ["l0", "l1", "l2"])  #
 
 
 @pytest.mark.parametrize(("names", "copies", "expected"), [ONE_LAYER_EACH, ENDS, FIRST, ALIAS])
-def test_numbers_are_those_of_one_device_and_go_back(names: Any, copies: Any, expected: list[str]) -> None:
+def test_numbers_are_those_of_one_device_and_go_back(names, copies, expected):
     grouped = [[stage] for stage in names]
     assert merged_names(grouped, copies) == [expected]
     parts = []
@@ -55,13 +53,13 @@ def test_numbers_are_those_of_one_device_and_go_back(names: Any, copies: Any, ex
         assert {name: int(state["step"]) for name, state in by_name["state"].items()} == owned
 
 
-def test_names_are_those_of_the_state_dict_where_activations_are_computed_again() -> None:
+def test_names_are_those_of_the_state_dict_where_activations_are_computed_again():
     module = nn.Sequential(nn.Linear(2, 2), checkpoint_wrapper(nn.Linear(2, 2)))
     (names,) = group_names(module, torch.optim.SGD(module.parameters(), lr=1.0))
     assert names == list(module.state_dict()) == ["0.weight", "0.bias", "1.weight", "1.bias"]
 
 
-def test_a_worker_that_joins_makes_groups_of_parameters_whose_activations_are_computed_again() -> None:
+def test_a_worker_that_joins_makes_groups_of_parameters_whose_activations_are_computed_again():
     module = nn.Sequential(nn.Linear(2, 2), checkpoint_wrapper(nn.Linear(2, 2)))
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
     wanted = [["0.weight", "0.bias"], ["1.weight", "1.bias"]]

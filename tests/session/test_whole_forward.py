@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -25,7 +23,7 @@ TOKENS = torch.arange(32).view(4, 8)
         ((X.bfloat16(),), (X.bfloat16(),)),
     ],
 )
-def test_the_same_inputs_pass(mine: tuple[Any, ...], theirs: tuple[Any, ...]) -> None:
+def test_the_same_inputs_pass(mine, theirs):
     assert alike(fingerprint(mine), fingerprint(theirs))
 
 
@@ -43,5 +41,5 @@ def test_the_same_inputs_pass(mine: tuple[Any, ...], theirs: tuple[Any, ...]) ->
         (({"a": X},), ({"b": X},)),
     ],
 )
-def test_other_inputs_do_not(mine: tuple[Any, ...], theirs: tuple[Any, ...]) -> None:
+def test_other_inputs_do_not(mine, theirs):
     assert not alike(fingerprint(mine), fingerprint(theirs))

@@ -59,4 +59,4 @@ def in_place_of_the_cpu() -> None:
         init(self, *args, **kwargs)
 
     if is_here() and "SIMULATED_DEVICES_IN_TESTS" in os.environ:
-        L.Trainer.__init__ = on_devices  # type: ignore[method-assign]
+        L.Trainer.__init__ = on_devices

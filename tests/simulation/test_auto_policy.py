@@ -22,7 +22,7 @@ def choices(result):
 
 
 @pytest.mark.parametrize("model", [MIDDLE, LARGE], ids=lambda model: model.name)
-def test_costs_of_layers_are_those_of_the_model(model) -> None:
+def test_costs_of_layers_are_those_of_the_model(model):
     layers = layer_costs(model)
     even = model.even()
     cuts = tuple(sum(even[:stage]) for stage in range(model.stages + 1))
@@ -34,21 +34,21 @@ def test_costs_of_layers_are_those_of_the_model(model) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 4, 9])
-def test_auto_is_not_below_any_single_policy(count) -> None:
+def test_auto_is_not_below_any_single_policy(count):
     settings = {"schedule": "planned", "effort": 0, "checkpoint": "memory"}
     auto = lost(sim.Auto(**settings), count).ratio
     for kind in (sim.Recycle, sim.Merge, sim.Oobleck):
         assert auto > 0.98 * lost(kind(**settings), count).ratio, kind
 
 
-def test_layers_move_where_they_may() -> None:
+def test_layers_move_where_they_may():
     settings = {"effort": 0, "checkpoint": "memory"}
     auto, plain = lost(sim.Auto(**settings), 9), lost(sim.Recycle(**settings), 9)
     assert set(choices(auto)) <= {"layers", "both"}
     assert auto.ratio > 1.2 * plain.ratio
 
 
-def test_what_was_chosen_is_told_for_every_interval() -> None:
+def test_what_was_chosen_is_told_for_every_interval():
     result = run(sim.Auto(effort=0), [sim.Outage(600.0, (3,), 1500.0)])
     assert choices(result)[0] == choices(result)[-1] == "reroute"
     (middle,) = {i.choice for i in result.intervals if i.begin > 700 and i.end < 1500 and i.state is sim.State.TRAINING}
@@ -57,7 +57,7 @@ def test_what_was_chosen_is_told_for_every_interval() -> None:
     assert all(i.choice == "" for i in run(sim.Merge(), []).intervals)
 
 
-def test_with_all_workers_back_the_layers_are_as_at_the_start() -> None:
+def test_with_all_workers_back_the_layers_are_as_at_the_start():
     outages = [sim.Outage(600.0, (3,), 1500.0), sim.Outage(600.0, (9,), 1500.0)]
     result = run(sim.Auto(effort=0), outages)
     speeds = [i.throughput for i in result.intervals if i.state is sim.State.TRAINING]
@@ -65,14 +65,14 @@ def test_with_all_workers_back_the_layers_are_as_at_the_start() -> None:
     assert speeds[-1] == pytest.approx(speeds[0], rel=1e-3)
 
 
-def test_copies_are_paid_for_in_the_recovery() -> None:
+def test_copies_are_paid_for_in_the_recovery():
     result = run(sim.Auto(effort=0, checkpoint="memory"), [sim.Outage(600.0, (3,))], LARGE)
     pauses = {i.label: i.end - i.begin for i in result.intervals if i.state is sim.State.PAUSED}
     assert 0 < pauses["transfer"] < 20
     assert pauses["detect"] == pytest.approx(5.0)
 
 
-def test_a_return_that_does_not_pay_waits() -> None:
+def test_a_return_that_does_not_pay_waits():
     """Workers that come and go every few seconds are not worth a stop each time."""
     comings = [sim.Outage(600.0 + 20 * n, (3,), 610.0 + 20 * n) for n in range(140)]
     busy = run(sim.Auto(effort=0, checkpoint="memory"), comings)
@@ -80,14 +80,14 @@ def test_a_return_that_does_not_pay_waits() -> None:
     assert busy.throughput > 1.02 * always.throughput
 
 
-def test_a_lost_layer_restarts_from_the_checkpoint() -> None:
+def test_a_lost_layer_restarts_from_the_checkpoint():
     holders = [d * LARGE.stages + 2 for d in range(LARGE.pipelines)]
     result = run(sim.Auto(effort=0), [sim.Outage(900.0, tuple(holders))], LARGE)
     assert "restart" in {i.label for i in result.intervals if i.state is sim.State.PAUSED}
     assert result.intervals[-1].throughput > 0
 
 
-def test_stages_that_were_measured_as_a_whole_keep_their_layers() -> None:
+def test_stages_that_were_measured_as_a_whole_keep_their_layers():
     model = sim.MeasuredModel(
         "measured", MIDDLE.transformer, MIDDLE.pipelines, MIDDLE.stages, MIDDLE.global_batch, stage_costs=MIDDLE.costs()
     )
@@ -96,7 +96,7 @@ def test_stages_that_were_measured_as_a_whole_keep_their_layers() -> None:
     assert Context(model, sim.Cluster.of(model)).model is model
 
 
-def test_workers_that_fail_and_come_back_together_never_hold_all_of_a_stage() -> None:
+def test_workers_that_fail_and_come_back_together_never_hold_all_of_a_stage():
     again = (9, 17, 25, 26)  # three of the four of a stage
     outages = [sim.Outage(600.0, again, 1500.0), sim.Outage(2000.0, again, 2300.0)]
     result = run(sim.Auto(effort=0), outages, LARGE)

@@ -7,12 +7,7 @@ import pytest
 from lightning_recycle import simulation as sim
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.simulation.policies import assemble_teams
-from lightning_recycle.simulation.policy import (
-    MEASURED_AGREEMENT,
-    agreement_seconds,
-    best_interval,
-    checkpoint_costs,
-)
+from lightning_recycle.simulation.policy import MEASURED_AGREEMENT, agreement_seconds, best_interval, checkpoint_costs
 
 MEDIUM, LARGE = sim.get_model("gpt3_medium"), sim.get_model("gpt3_6_7b")
 KINDS = (
@@ -34,7 +29,7 @@ def paused(result):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "planned"])
-def test_without_failures_policies_with_the_same_schedule_are_equally_fast(schedule) -> None:
+def test_without_failures_policies_with_the_same_schedule_are_equally_fast(schedule):
     settings = {"schedule": schedule, "effort": 0, "checkpoint": "memory"}
     found = [
         run(kind(**settings), [], extra=1 if kind is sim.Spares else 0).throughput
@@ -51,7 +46,7 @@ def test_without_failures_policies_with_the_same_schedule_are_equally_fast(sched
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_planned_schedule_helps_every_policy(kind) -> None:
+def test_a_planned_schedule_helps_every_policy(kind):
     outages = [sim.Outage(600.0, (3,)), sim.Outage(1500.0, (17,))]
     slow, fast = (
         run(kind(schedule=schedule, effort=0), outages, MEDIUM, extra=1 if kind is sim.Spares else 0).throughput
@@ -60,7 +55,7 @@ def test_a_planned_schedule_helps_every_policy(kind) -> None:
     assert fast > slow
 
 
-def test_re_routing_within_1f1b_has_neither_split_backward_nor_staggered_optimizer() -> None:
+def test_re_routing_within_1f1b_has_neither_split_backward_nor_staggered_optimizer():
     same = sim.Recycle(schedule="1f1b", effort=0), sim.Recycle(split_backward=False, staggered=False, effort=0)
     first, second = (run(policy, [sim.Outage(600.0, (3,))]) for policy in same)
     assert first.samples == second.samples
@@ -74,7 +69,7 @@ def costs(kind, model=LARGE):
     return checkpoint_costs(kind, model, 1e9 / 32)
 
 
-def test_checkpoints_cost_what_their_kind_says() -> None:
+def test_checkpoints_cost_what_their_kind_says():
     state = LARGE.transformer.state_bytes()
     assert costs("synchronous") == pytest.approx((state / 1e9, 0.0, state / 1e9))
     assert costs("background") == pytest.approx((state / 32 / 20e9, state / 1e9, state / 1e9))
@@ -82,7 +77,7 @@ def test_checkpoints_cost_what_their_kind_says() -> None:
     assert costs("memory") == pytest.approx((0.0, state / 32 / 12.5e9, state / 8 / 12.5e9), abs=1e-4)
 
 
-def test_the_interval_follows_young_and_daly() -> None:
+def test_the_interval_follows_young_and_daly():
     assert best_interval("young", costs("synchronous"), 7200.0) == pytest.approx((2 * 106.6 * 7200) ** 0.5, rel=0.01)
     assert best_interval("daly", costs("synchronous"), 7200.0) == pytest.approx(1239 - 106.6, rel=0.01)
     assert best_interval("daly", costs("synchronous"), 40.0) == 40.0
@@ -92,7 +87,7 @@ def test_the_interval_follows_young_and_daly() -> None:
 
 
 @pytest.mark.parametrize("rule", ["young", "daly"])
-def test_a_formula_is_about_as_good_as_the_best_interval_tried(rule) -> None:
+def test_a_formula_is_about_as_good_as_the_best_interval_tried(rule):
     source = sim.Poisson("2h", repair="1h")
 
     def ratio(every):
@@ -105,7 +100,7 @@ def test_a_formula_is_about_as_good_as_the_best_interval_tried(rule) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_checkpoint_that_stops_training_stops_it_under_every_policy(kind) -> None:
+def test_a_checkpoint_that_stops_training_stops_it_under_every_policy(kind):
     policy = kind(checkpoint="synchronous", checkpoint_every="10min")
     result = run(policy, [], MEDIUM, extra=1 if kind is sim.Spares else 0)
     stalls = [i for i in result.intervals if i.label == "checkpoint"]
@@ -113,7 +108,7 @@ def test_a_checkpoint_that_stops_training_stops_it_under_every_policy(kind) -> N
     assert stalls[0].end - stalls[0].begin == pytest.approx(MEDIUM.transformer.state_bytes() / 1e9)
 
 
-def test_the_loss_of_a_whole_stage_costs_all_policies_a_restart_and_the_load() -> None:
+def test_the_loss_of_a_whole_stage_costs_all_policies_a_restart_and_the_load():
     stage = tuple(LARGE.grid.stages * d + 1 for d in range(4))
     for kind in (sim.Recycle, sim.Merge, sim.Restart, sim.Oobleck, sim.Varuna):
         found = paused(run(kind(effort=0, restart=100.0), [sim.Outage(1900.0, stage)]))
@@ -124,7 +119,7 @@ def test_the_loss_of_a_whole_stage_costs_all_policies_a_restart_and_the_load() -
 # -- recoveries -------------------------------------------------------------------------------------------------------
 
 
-def test_agreement_takes_what_was_measured_and_grows_with_the_cluster() -> None:
+def test_agreement_takes_what_was_measured_and_grows_with_the_cluster():
     for workers, seconds in MEASURED_AGREEMENT:
         assert agreement_seconds(workers) == pytest.approx(seconds)
     found = [agreement_seconds(workers) for workers in (1, 32, 64, 300, 1536, 4096, 16384)]
@@ -132,7 +127,7 @@ def test_agreement_takes_what_was_measured_and_grows_with_the_cluster() -> None:
     assert agreement_seconds(0) == 0.0
 
 
-def test_a_recovery_takes_longer_in_a_larger_cluster() -> None:
+def test_a_recovery_takes_longer_in_a_larger_cluster():
     def recovery(pipelines):
         model = sim.get_model("gpt3_medium", pipelines=pipelines, global_batch=pipelines * 8, throughput=None)
         found = paused(run(sim.Merge(checkpoint="memory"), [sim.Outage(600.0, (3,))], model))
@@ -145,22 +140,19 @@ def test_a_recovery_takes_longer_in_a_larger_cluster() -> None:
 
 
 @pytest.mark.parametrize("kind", [sim.Recycle, sim.Merge, sim.DropReplica, sim.Oobleck])
-def test_policies_recover_in_the_same_time_but_for_the_states_they_copy(kind) -> None:
+def test_policies_recover_in_the_same_time_but_for_the_states_they_copy(kind):
     found = paused(run(kind(schedule="1f1b", detection=3.0, regroup=4.0), [sim.Outage(600.0, (3,))]))
     found.pop("checkpoint")
     found.pop("transfer", 0.0)
     assert found == pytest.approx({"detect": 3.0, "agree": 0.068, "regroup": 4.0 + 0.0025 * 31}, abs=0.02)
 
 
-def test_all_policies_share_settings_and_defaults() -> None:
+def test_all_policies_share_settings_and_defaults():
     usual = {name: getattr(sim.Merge(), name) for name in SHARED}
     for kind in KINDS:
         own = {name: getattr(kind(), name) for name in SHARED}
         different = {name for name in SHARED if own[name] != usual[name]}
-        allowed = {
-            **{key: {"schedule"} for key in (sim.Auto, sim.Recycle)},
-            sim.Varuna: {"restart"},
-        }
+        allowed = {**{key: {"schedule"} for key in (sim.Auto, sim.Recycle)}, sim.Varuna: {"restart"}}
         assert different == allowed.get(kind, set()), kind
 
 
@@ -176,7 +168,7 @@ def test_all_policies_share_settings_and_defaults() -> None:
         ({"effort": -1}, "effort"),
     ],
 )
-def test_impossible_settings_are_refused(settings, message) -> None:
+def test_impossible_settings_are_refused(settings, message):
     for kind in KINDS:
         with pytest.raises(ConfigurationError, match=message):
             kind(**settings)
@@ -185,7 +177,7 @@ def test_impossible_settings_are_refused(settings, message) -> None:
 # -- merge ------------------------------------------------------------------------------------------------------------
 
 
-def test_merging_keeps_the_batch_on_as_many_pipelines_as_the_live_workers_make() -> None:
+def test_merging_keeps_the_batch_on_as_many_pipelines_as_the_live_workers_make():
     for count in (1, 3, 8, 9, 13):
         outages = [sim.Outage(100.0 * (n + 1), ((7 * n) % 32,)) for n in range(count)]
         last = run(sim.Merge(checkpoint="memory"), outages, duration="2h").intervals[-1]
@@ -200,7 +192,7 @@ def test_merging_keeps_the_batch_on_as_many_pipelines_as_the_live_workers_make()
         assert last.throughput == pytest.approx(128 * steps.throughput / -(-128 // pipelines), rel=0.02)
 
 
-def test_merging_is_having_no_spares() -> None:
+def test_merging_is_having_no_spares():
     source = sim.Poisson("20min", repair="2h")
     merge, spares = (
         sim.simulate(LARGE, sim.Cluster.of(LARGE), policy, source, "12h", 3) for policy in (sim.Merge(), sim.Spares(0))
@@ -208,7 +200,7 @@ def test_merging_is_having_no_spares() -> None:
     assert merge.samples == spares.samples
 
 
-def test_a_worker_that_fills_the_gap_of_its_own_stage_copies_nothing() -> None:
+def test_a_worker_that_fills_the_gap_of_its_own_stage_copies_nothing():
     before = ((0, 1, 2), (3, 4, 5), (6, 7, 8))
     # Pipelines 0 and 1 lose stages 1 and 0: worker 4 has the state of stage 1.
     assert assemble_teams(before, set(range(9)) - {1, 3}, 3, 3) == (((0, 4, 2), (6, 7, 8)), 0)

@@ -49,7 +49,7 @@ def fill(distribution):
 
 @pytest.mark.parametrize("technique", [Technique(False, False), Technique(True, False), Technique(True, True)])
 @pytest.mark.parametrize("failed", [1, 5, 9])
-def test_recycle_steps_take_what_the_planner_says(technique, failed) -> None:
+def test_recycle_steps_take_what_the_planner_says(technique, failed):
     limit = MIDDLE.in_flight_limit()
     spread = normalize(Problem(MIDDLE.grid, MIDDLE.costs(), frozenset(), technique, limit), failed)
     problem = Problem(MIDDLE.grid, MIDDLE.costs(), normalized_failures(MIDDLE.grid, spread), technique, limit)
@@ -62,7 +62,7 @@ def test_recycle_steps_take_what_the_planner_says(technique, failed) -> None:
     assert result.accounting.idle == 0
 
 
-def test_elastic_trains_with_whatever_nodes_there_are() -> None:
+def test_elastic_trains_with_whatever_nodes_there_are():
     """The batch stays: a step takes what the plan for so many workers takes, also beyond the fault-free grid."""
     speeds = []
     for extra in (0, 8, 32, 48):
@@ -78,21 +78,21 @@ def test_elastic_trains_with_whatever_nodes_there_are() -> None:
     assert speeds[3] == speeds[2], "no more than max_pipelines"
 
 
-def test_elastic_is_recycle_where_no_node_is_beyond_the_grid() -> None:
+def test_elastic_is_recycle_where_no_node_is_beyond_the_grid():
     outages = [sim.Outage(600.0, (3,), 1500.0), sim.Outage(1200.0, (9,))]
     common = {"effort": 0, "checkpoint": "memory"}
     elastic, recycle = (run(kind(**common), outages) for kind in (sim.Elastic, sim.Recycle))
     assert elastic.throughput == pytest.approx(recycle.throughput, rel=0.01)
 
 
-def test_nodes_beyond_the_grid_join_at_a_step_boundary() -> None:
+def test_nodes_beyond_the_grid_join_at_a_step_boundary():
     result = run(sim.Elastic(effort=0, checkpoint="memory"), [sim.Outage(0.0, (30, 31, 32, 33), 900.0)], extra=2)
     trained = [i.label for i in result.intervals if i.state is sim.State.TRAINING]
     assert trained[-1] == "34 workers"
     assert "30 workers" in trained
 
 
-def test_recycle_chooses_the_stages_of_failures_by_the_plans_as_a_run_does() -> None:
+def test_recycle_chooses_the_stages_of_failures_by_the_plans_as_a_run_does():
     """Bounds alone choose a stage whose plan is 7.5 % above the bound with 32 samples in a step."""
     model = sim.get_model("gpt3_6_7b", global_batch=32)
     limit = model.in_flight_limit()
@@ -103,7 +103,7 @@ def test_recycle_chooses_the_stages_of_failures_by_the_plans_as_a_run_does() -> 
     assert model.global_batch / result.throughput < by_bounds.period / 1.02
 
 
-def test_each_technique_is_worth_something() -> None:
+def test_each_technique_is_worth_something():
     ratios = [
         sim.simulate(LARGE, sim.Cluster.of(LARGE), policy, sim.FailedFraction(3 / 32), "1h").ratio
         for policy in (
@@ -117,12 +117,12 @@ def test_each_technique_is_worth_something() -> None:
     assert ratios[0] < ratios[1] < ratios[2] < ratios[3]
 
 
-def test_other_techniques_need_re_routing() -> None:
+def test_other_techniques_need_re_routing():
     with pytest.raises(ConfigurationError, match="adaptive=False"):
         sim.Recycle(adaptive=False)
 
 
-def test_recycle_pauses_to_detect_regroup_and_move_one_stage() -> None:
+def test_recycle_pauses_to_detect_regroup_and_move_one_stage():
     # Two failures at the same stage: normalization sends one of the vacancies to another stage, with one copy.
     first, second = MIDDLE.grid.rank(Worker(0, 3)), MIDDLE.grid.rank(Worker(1, 3))
     result = run(sim.Recycle(effort=0, **AT_ONCE), [sim.Outage(100.0, (first, second))])
@@ -134,12 +134,12 @@ def test_recycle_pauses_to_detect_regroup_and_move_one_stage() -> None:
     assert still.throughput < result.throughput
 
 
-def test_a_rejoin_with_seconds_of_its_own_needs_no_recovery() -> None:
+def test_a_rejoin_with_seconds_of_its_own_needs_no_recovery():
     result = run(sim.Recycle(effort=0, checkpoint="memory", rejoin=2.0), [sim.Outage(100.0, (3,), 1000.0)])
     assert labels(result)[-3:] == ["rejoin", "transfer", "fill"]
 
 
-def test_moving_workers_copy_from_peers_in_parallel() -> None:
+def test_moving_workers_copy_from_peers_in_parallel():
     grid = MIDDLE.grid
     everybody = fresh(grid, range(32), (0, 0, 0, 0))
     alive = set(range(32)) - {grid.rank(Worker(d, 0)) for d in range(4)}
@@ -154,12 +154,12 @@ def test_moving_workers_copy_from_peers_in_parallel() -> None:
 # -- spares, drop_replica, restart ------------------------------------------------------------------------------------
 
 
-def test_spares_must_be_in_the_cluster() -> None:
+def test_spares_must_be_in_the_cluster():
     with pytest.raises(ConfigurationError, match="extra_nodes=2"):
         run(sim.Spares(2), [], extra=1)
 
 
-def test_survivors_fill_each_others_gaps_or_form_new_pipelines() -> None:
+def test_survivors_fill_each_others_gaps_or_form_new_pipelines():
     before = ((0, 1, 2), (3, 4, 5), (6, 7, 8))
     assert assemble_teams(before, {0, 1, 3, 4, 5, 6, 7, 8}, 3, 3) == (((3, 4, 5), (6, 7, 8)), 0)
     assert assemble_teams(before, {0, 1, 3, 4, 6, 7}, 3, 3) == (((0, 1, 6), (3, 4, 7)), 2)
@@ -167,7 +167,7 @@ def test_survivors_fill_each_others_gaps_or_form_new_pipelines() -> None:
     assert assemble_teams(before, {0, 1}, 3, 3) == ((), 0)
 
 
-def test_drop_replica_shrinks_the_batch_at_the_same_speed() -> None:
+def test_drop_replica_shrinks_the_batch_at_the_same_speed():
     policy = sim.DropReplica(**AT_ONCE)
     result = run(policy, [sim.Outage(100.0, (5,), 2000.0)])
     during = next(interval for interval in result.intervals if interval.gpus == 28 and interval.throughput)
@@ -179,7 +179,7 @@ def test_drop_replica_shrinks_the_batch_at_the_same_speed() -> None:
 # -- Bamboo -----------------------------------------------------------------------------------------------------------
 
 
-def test_bamboo_runs_out_of_memory_where_the_paper_says() -> None:
+def test_bamboo_runs_out_of_memory_where_the_paper_says():
     assert [sim.Bamboo().fits(model) for model in (MEDIUM, MIDDLE, LARGE)] == [True, False, False]
     result = run(sim.Bamboo(), [])
     assert (result.throughput, labels(result, sim.State.STOPPED)) == (0.0, ["out of memory"])
@@ -192,7 +192,7 @@ def big_bamboo(**changes):
     return lambda outages, duration="1h": run(policy, outages, model=roomy, duration=duration)
 
 
-def test_bamboo_slows_down_by_half_until_it_reconfigures() -> None:
+def test_bamboo_slows_down_by_half_until_it_reconfigures():
     result = big_bamboo(threshold=1.0)([sim.Outage(1000.0, (5,))])
     first, last = result.intervals[0], result.intervals[-1]
     assert last.throughput == pytest.approx(first.throughput / 1.5)
@@ -204,7 +204,7 @@ def test_bamboo_slows_down_by_half_until_it_reconfigures() -> None:
     assert sim.Bamboo().node_start == 45.0
 
 
-def test_bamboo_cannot_lose_two_neighbours() -> None:
+def test_bamboo_cannot_lose_two_neighbours():
     apart = big_bamboo(threshold=1.0)([sim.Outage(1000.0, (4,)), sim.Outage(1001.0, (6,))])
     assert labels(apart) == []
     for second in (4, 6):  # the predecessor that does both, or the next one
@@ -218,19 +218,19 @@ def test_bamboo_cannot_lose_two_neighbours() -> None:
 
 @pytest.mark.parametrize("units", [8, 28, 80])
 @pytest.mark.parametrize("stages", [1, 2, 3, 5, 8])
-def test_templates_are_as_even_as_can_be(units, stages) -> None:
+def test_templates_are_as_even_as_can_be(units, stages):
     parts = cut(units, stages)
     assert (sum(parts), len(parts)) == (units, stages)
     assert max(parts) == -(-units // stages)
     assert stage_ranges(parts)[-1][1] == units
 
 
-def test_the_estimate_is_ooblecks_formula() -> None:
+def test_the_estimate_is_ooblecks_formula():
     # The slowest is stage 1: T1 = 9, T2 = (2 * 3 + 1 + 1) * 4, T3 = 4 + 3.
     assert iteration_estimate((2.0, 4.0, 3.0)) == 9 + 8 * 4 + 7
 
 
-def test_batches_are_shared_by_speed() -> None:
+def test_batches_are_shared_by_speed():
     assert share_batch(128, (1.0,) * 8) == (16,) * 8
     shares = share_batch(128, (1.0, 1.0, 0.75))
     assert sum(shares) == 128
@@ -238,13 +238,13 @@ def test_batches_are_shared_by_speed() -> None:
     assert share_batch(3, (1.0, 1.0, 0.001)) == (1, 1, 1)
 
 
-def test_least_nodes_follow_from_memory() -> None:
+def test_least_nodes_follow_from_memory():
     assert [least_nodes(model, 6.0) for model in (MEDIUM, MIDDLE, LARGE)] == [1, 2, 4]
     tiny = replace(MEDIUM, gpu=sim.Gpu("tiny", 312e12, 1e9, 1e12), throughput=None)
     assert least_nodes(tiny, 6.0) is None
 
 
-def test_oobleck_shrinks_borrows_and_merges() -> None:
+def test_oobleck_shrinks_borrows_and_merges():
     def shapes(nodes):
         return run(sim.Oobleck(), [sim.Outage(1000.0, nodes)], model=LARGE, duration="2000s").intervals[-1].label
 
@@ -256,7 +256,7 @@ def test_oobleck_shrinks_borrows_and_merges() -> None:
     assert shapes(lost) == "oobleck, 1 x 6, 2 x 4"
 
 
-def test_uneven_pipelines_are_as_slow_as_their_slowest() -> None:
+def test_uneven_pipelines_are_as_slow_as_their_slowest():
     shapes = ((8, 8, 8, 8), (8, 8, 8, 7), (8, 8, 8, 4), (8, 8, 8))
     for schedule in ("1f1b", "planned"):
         seconds = [pipelines_step(LARGE, sizes, schedule, 0).period for sizes in shapes]
@@ -268,7 +268,7 @@ def test_uneven_pipelines_are_as_slow_as_their_slowest() -> None:
 # -- Varuna -----------------------------------------------------------------------------------------------------------
 
 
-def test_varuna_takes_the_fastest_depth_that_fits() -> None:
+def test_varuna_takes_the_fastest_depth_that_fits():
     model = replace(LARGE, recompute=True, throughput=None)
     layout = morph(model, 32)
     assert layout is not None
@@ -284,7 +284,7 @@ def test_varuna_takes_the_fastest_depth_that_fits() -> None:
     assert morph(replace(model, gpu=sim.Gpu("tiny", 312e12, 1e9, 1e12)), 32) is None
 
 
-def test_varuna_relaunches_from_a_checkpoint_with_the_same_batch() -> None:
+def test_varuna_relaunches_from_a_checkpoint_with_the_same_batch():
     result = run(sim.Varuna(), [sim.Outage(1500.0, (5,))])
     assert pauses(result)["restart"] == 90.0
     assert [interval.state for interval in result.intervals].count(sim.State.LOST) >= 1
@@ -297,7 +297,7 @@ def test_varuna_relaunches_from_a_checkpoint_with_the_same_batch() -> None:
 # -- all --------------------------------------------------------------------------------------------------------------
 
 
-def test_fault_free_baselines_are_the_papers_and_the_zero_bubble_one() -> None:
+def test_fault_free_baselines_are_the_papers_and_the_zero_bubble_one():
     kinds = ("1f1b", "zero_bubble", "planned")
     usual, zero, planned = (run(sim.FaultFree(schedule), [], model=LARGE).ratio for schedule in kinds)
     assert usual == pytest.approx(1.0)
@@ -321,7 +321,7 @@ def test_fault_free_baselines_are_the_papers_and_the_zero_bubble_one() -> None:
     ],
     ids=lambda policy: type(policy).__name__,
 )
-def test_policies_survive_the_loss_and_return_of_everything(policy) -> None:
+def test_policies_survive_the_loss_and_return_of_everything(policy):
     context = Context(MEDIUM, sim.Cluster.of(MEDIUM))
     assert policy.begin(context, frozenset()).configuration.running is False
     result = run(policy, [sim.Outage(600.0, tuple(range(32)), 900.0)], model=MEDIUM)

@@ -37,7 +37,7 @@ POLICIES = [
 
 
 @examples(40, 2000)
-def test_the_parts_add_up_and_agree_with_the_failures(examples) -> None:
+def test_the_parts_add_up_and_agree_with_the_failures(examples):
     check_examples(check_failures, examples)
 
 
@@ -96,7 +96,7 @@ def failed_ticks(node: int, broken: list[sim.Outage]) -> int:
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
-def test_the_same_seed_gives_the_same_run_and_another_seed_another(policy) -> None:
+def test_the_same_seed_gives_the_same_run_and_another_seed_another(policy):
     chosen = model(3, 4)
     cluster = sim.Cluster.of(chosen, extra_nodes=getattr(policy, "spares", 0))
     runs = [
@@ -107,7 +107,7 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(policy) -> No
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
-def test_without_failures_nothing_is_lost_or_failed(policy) -> None:
+def test_without_failures_nothing_is_lost_or_failed(policy):
     chosen = model(3, 4)
     cluster = sim.Cluster.of(chosen, extra_nodes=getattr(policy, "spares", 0))
     result = sim.simulate(chosen, cluster, policy, sim.Scripted(), DURATION)

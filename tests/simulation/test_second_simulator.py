@@ -45,7 +45,7 @@ NAMED = pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: f"{type(p
 
 @NAMED
 @examples(12, 100)
-def test_both_simulators_agree(policy, examples) -> None:
+def test_both_simulators_agree(policy, examples):
     check_examples(functools.partial(check_outages, policy), examples)
 
 
@@ -71,7 +71,7 @@ def compare(policy, chosen: sim.TrainingModel, cluster: sim.Cluster, source: sim
 
 
 @pytest.mark.parametrize("policy", POLICIES[::2], ids=lambda policy: f"{type(policy).__name__}-{policy.schedule}")
-def test_both_agree_on_a_day_of_the_papers_model(policy) -> None:
+def test_both_agree_on_a_day_of_the_papers_model(policy):
     chosen = sim.get_model("gpt3_medium" if isinstance(policy, sim.Bamboo) else "gpt3_3_35b")
     cluster = sim.Cluster.of(chosen, extra_nodes=getattr(policy, "spares", 0))
     source = sim.Poisson("40min", repair="3h")

@@ -22,7 +22,7 @@ SOURCES = [
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: type(source).__name__)
-def test_changes_are_in_order_and_alternate_for_every_node(source) -> None:
+def test_changes_are_in_order_and_alternate_for_every_node(source):
     live = set(range(CLUSTER.nodes))
     ticks = []
     for change in source.changes(CLUSTER, DAY, 3):
@@ -36,7 +36,7 @@ def test_changes_are_in_order_and_alternate_for_every_node(source) -> None:
 
 
 @pytest.mark.parametrize("source", SOURCES[:3], ids=lambda source: type(source).__name__)
-def test_a_seed_decides(source) -> None:
+def test_a_seed_decides(source):
     assert source.changes(CLUSTER, DAY, 3) == source.changes(CLUSTER, DAY, 3)
     assert source.changes(CLUSTER, DAY, 3) != source.changes(CLUSTER, DAY, 4)
 
@@ -45,12 +45,12 @@ def failures(source, cluster, duration, seed=0) -> int:
     return sum(len(change.down) for change in source.changes(cluster, duration, seed))
 
 
-def test_poisson_has_its_mean_time_between_failures() -> None:
+def test_poisson_has_its_mean_time_between_failures():
     count = failures(sim.Poisson("1h", repair=1.0), sim.Cluster(1000), 2000 * 3600.0)
     assert count == pytest.approx(2000, abs=3 * 2000**0.5)
 
 
-def test_published_rates_are_per_gpu_and_day() -> None:
+def test_published_rates_are_per_gpu_and_day():
     hours = [24 / rate for rate in (LLAMA3_PER_GPU_DAY, RSC1_PER_GPU_DAY)]
     assert hours == pytest.approx([50_700, 29_500], rel=2e-3)
     # Llama 3's own numbers: 419 on 16,384 GPUs in 54 days; 8 GPUs a node, instant repair.
@@ -58,7 +58,7 @@ def test_published_rates_are_per_gpu_and_day() -> None:
     assert count == pytest.approx(419, abs=3 * 419**0.5)
 
 
-def test_a_node_in_two_outages_is_back_after_the_last() -> None:
+def test_a_node_in_two_outages_is_back_after_the_last():
     changes = SOURCES[-1].changes(CLUSTER, DAY, 0)
     assert [(change.tick // 10**9, change.down, change.up) for change in changes] == [
         (10, (1, 2), ()),
@@ -69,7 +69,7 @@ def test_a_node_in_two_outages_is_back_after_the_last() -> None:
     ]
 
 
-def test_a_fraction_above_nothing_takes_at_least_one_node() -> None:
+def test_a_fraction_above_nothing_takes_at_least_one_node():
     model = sim.get_model("gpt3_medium")
     found = [
         sim.simulate(model, sim.Cluster.of(model), sim.Merge(), sim.FailedFraction(part), "1h").failures
@@ -79,20 +79,20 @@ def test_a_fraction_above_nothing_takes_at_least_one_node() -> None:
 
 
 @pytest.mark.parametrize(("part", "count"), [(0.01, 10), (0.05, 51), (0.1, 102)])
-def test_failed_fraction_is_exact_and_final(part, count) -> None:
+def test_failed_fraction_is_exact_and_final(part, count):
     cluster = sim.Cluster(1024)
     (change,) = sim.FailedFraction(part).changes(cluster, DAY, 0)
     assert (change.tick, len(change.down), change.up) == (0, count, ())
 
 
-def test_regular_failures_stop_at_half_as_in_oobleck() -> None:
+def test_regular_failures_stop_at_half_as_in_oobleck():
     changes = sim.Regular("30min").changes(sim.Cluster(30), 5 * DAY, 0)
     assert [change.tick // 10**9 for change in changes] == [1800 * n for n in range(1, 16)]
 
 
 @pytest.mark.parametrize("name", ["aws-p3", "gcp-v100"])
 @pytest.mark.parametrize("factor", [1, 2])
-def test_replay_has_the_availability_of_the_trace(name, factor) -> None:
+def test_replay_has_the_availability_of_the_trace(name, factor):
     trace = load_trace(name)
     cluster = sim.Cluster(trace.peak * factor)
     live = cluster.nodes
@@ -107,12 +107,12 @@ def test_replay_has_the_availability_of_the_trace(name, factor) -> None:
 @pytest.mark.parametrize(
     ("text", "seconds"), [("30min", 1800), ("6h", 21600), ("1.5d", 129600), (90, 90), ("250ms", 0.25)]
 )
-def test_durations_are_written_as_people_do(text, seconds) -> None:
+def test_durations_are_written_as_people_do(text, seconds):
     assert sim.as_seconds("x", text) == seconds
 
 
 @pytest.mark.parametrize("wrong", ["soon", "3 weeks", -1, float("nan"), True, None])
-def test_what_is_no_duration_is_refused(wrong) -> None:
+def test_what_is_no_duration_is_refused(wrong):
     with pytest.raises(ConfigurationError, match=r"mtbf"):
         sim.Poisson(mtbf=wrong)
 
@@ -126,6 +126,6 @@ def test_what_is_no_duration_is_refused(wrong) -> None:
         lambda: sim.Scripted([(0.0, (99,), None)]).changes(CLUSTER, DAY, 0),
     ],
 )
-def test_impossible_settings_are_refused(wrong) -> None:
+def test_impossible_settings_are_refused(wrong):
     with pytest.raises(ConfigurationError):
         wrong()

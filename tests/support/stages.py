@@ -23,10 +23,7 @@ def mse(output: Tensor, target: Tensor) -> Tensor:
 def cut(layers: Sequence[nn.Module], cuts: Sequence[int], **options: Any) -> list[Stage]:
     """The stages that begin at 0 and at each of ``cuts``; ``options`` are those of each."""
     bounds = itertools.pairwise([0, *cuts, len(layers)])
-    return [
-        Stage(layers[a:b], a, SEED, CPU, loss=mse if b == len(layers) else None, **options)  # type: ignore[arg-type]
-        for a, b in bounds
-    ]
+    return [Stage(layers[a:b], a, SEED, CPU, loss=mse if b == len(layers) else None, **options) for a, b in bounds]
 
 
 def copied(value: Any) -> Any:

@@ -78,12 +78,12 @@ def rows_of_wandb(folder: Path) -> Rows:
     return rows
 
 
-def test_wandb_offline(tmp_path: Path) -> None:
+def test_wandb_offline(tmp_path):
     wandb = pytest.importorskip("wandb")
     found = []
     for name, options in (("one", {}), ("grid", {"workers": 2}), ("killed", {"workers": 2, "killed": True})):
         logger = WandbLogger(save_dir=tmp_path / name, offline=True)
-        train(logger, tmp_path / name, **options)  # type: ignore[arg-type]
+        train(logger, tmp_path / name, **options)
         wandb.finish()
         found.append(rows_of_wandb(tmp_path / name))
     assert len(found[0]) == 2 * small.STEPS + 2
@@ -98,14 +98,14 @@ def rows_of_mlflow(logger: MLFlowLogger) -> Rows:
     return {(name, m.step): m.value for name in names for m in client.get_metric_history(run.info.run_id, name)}
 
 
-def test_mlflow_with_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_with_files(tmp_path, monkeypatch):
     """``after_save_checkpoint`` copies each checkpoint when it is whole."""
     pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     found = []
     for name, options in (("one", {}), ("grid", {"workers": 2}), ("killed", {"workers": 2, "killed": True})):
         logger = MLFlowLogger(tracking_uri=f"file:{tmp_path / name}", log_model="all")
-        train(logger, tmp_path / name, **options)  # type: ignore[arg-type]
+        train(logger, tmp_path / name, **options)
         found.append(rows_of_mlflow(logger))
         copies = sorted((tmp_path / name).glob("*/*/artifacts/*/*.ckpt"))
         assert [torch.load(copy)["global_step"] for copy in copies] == [2, 4, 6, 8]
@@ -115,7 +115,7 @@ def test_mlflow_with_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_comet_offline(killed: bool, tmp_path: Path) -> None:
+def test_comet_offline(killed, tmp_path):
     """Of which Lightning 2.6 makes a disabled experiment: nothing is written, as on one device."""
     pytest.importorskip("comet_ml")
     logger = CometLogger(api_key="none", online=False, offline_directory=str(tmp_path))
