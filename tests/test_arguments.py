@@ -83,34 +83,28 @@ def test_a_group_answers_likewise():
         VerificationOptions(**misspelt)
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (
-            lambda: RecoveryOptions(max_restarts=-1),
-            r"RecoveryOptions\(max_restarts=-1\): give an integer of at least 0",
-        ),
-        (lambda: RecoveryOptions(max_restarts=True), "max_restarts=True"),
-        (lambda: RecoveryOptions(rebalance="sometimes"), "use 'auto', 'always' or 'never'.$"),
-        (lambda: RecoveryOptions(start_timeout=0), "more than 0"),
-        (lambda: VerificationOptions(verify=2), "between 0 and 1"),
-        (lambda: PlanningOptions(split_backward=2), "split_backward=2"),
-        (lambda: PlanningOptions(split_backward="ture"), r"or False. Did you mean True\?$"),
-        (lambda: PlanningOptions(partition=[3, 0]), r"PlanningOptions\(partition=\[3, 0\]\): use 'count', or"),
-        (lambda: PlanningOptions(planner="highs2"), r"gurobi, heuristic, highs. Did you mean 'highs'\?$"),
-        (lambda: VerificationOptions(on_corruption="evicted"), r"Did you mean 'evict'\?$"),
-        (lambda: RecoveryOptions(on_stage_lost="Restart"), r"Did you mean 'restart'\?$"),
-        (lambda: CheckpointOptions(gather_result="autp"), r"Did you mean 'auto'\?$"),
-        (lambda: RayEngine({"CPU": -1}), r"RayEngine\(resources_per_worker=.*at least 0 for each"),
-        (lambda: RayEngine(4), r"resources_per_worker=4\): give a mapping such as \{'CPU': 1\}"),
-        (lambda: ReCycleStrategy(seed="x"), r"ReCycleStrategy\(seed='x'\): give an integer"),
-        (lambda: ReCycleStrategy(seed=2**63), "of 64 bits, or None"),
-        (lambda: ReCycleStrategy(num_microbatches=0), r"ReCycleStrategy\(num_microbatches=0\)"),
-        (lambda: ReCycleStrategy(engine="kubernetes"), r"RayEngine\(...\).$"),
-        (lambda: ReCycleStrategy(engine="rey"), r"RayEngine\(...\). Did you mean 'ray'\?$"),
-        (lambda: ReCycleStrategy(recovery={}), r"give RecoveryOptions\(\.\.\.\)"),
-    ],
-)
+@pytest.mark.parametrize(("make", "words"), [
+    (lambda: RecoveryOptions(max_restarts=-1), r"RecoveryOptions\(max_restarts=-1\): give an integer of at least 0"),
+    (lambda: RecoveryOptions(max_restarts=True), "max_restarts=True"),
+    (lambda: RecoveryOptions(rebalance="sometimes"), "use 'auto', 'always' or 'never'.$"),
+    (lambda: RecoveryOptions(start_timeout=0), "more than 0"),
+    (lambda: VerificationOptions(verify=2), "between 0 and 1"),
+    (lambda: PlanningOptions(split_backward=2), "split_backward=2"),
+    (lambda: PlanningOptions(split_backward="ture"), r"or False. Did you mean True\?$"),
+    (lambda: PlanningOptions(partition=[3, 0]), r"PlanningOptions\(partition=\[3, 0\]\): use 'count', or"),
+    (lambda: PlanningOptions(planner="highs2"), r"gurobi, heuristic, highs. Did you mean 'highs'\?$"),
+    (lambda: VerificationOptions(on_corruption="evicted"), r"Did you mean 'evict'\?$"),
+    (lambda: RecoveryOptions(on_stage_lost="Restart"), r"Did you mean 'restart'\?$"),
+    (lambda: CheckpointOptions(gather_result="autp"), r"Did you mean 'auto'\?$"),
+    (lambda: RayEngine({"CPU": -1}), r"RayEngine\(resources_per_worker=.*at least 0 for each"),
+    (lambda: RayEngine(4), r"resources_per_worker=4\): give a mapping such as \{'CPU': 1\}"),
+    (lambda: ReCycleStrategy(seed="x"), r"ReCycleStrategy\(seed='x'\): give an integer"),
+    (lambda: ReCycleStrategy(seed=2**63), "of 64 bits, or None"),
+    (lambda: ReCycleStrategy(num_microbatches=0), r"ReCycleStrategy\(num_microbatches=0\)"),
+    (lambda: ReCycleStrategy(engine="kubernetes"), r"RayEngine\(...\).$"),
+    (lambda: ReCycleStrategy(engine="rey"), r"RayEngine\(...\). Did you mean 'ray'\?$"),
+    (lambda: ReCycleStrategy(recovery={}), r"give RecoveryOptions\(\.\.\.\)"),
+])  # fmt: skip
 def test_a_value_that_cannot_work_is_an_error_of_its_owner(make, words):
     with pytest.raises(ConfigurationError, match=words):
         make()

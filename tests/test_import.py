@@ -27,15 +27,11 @@ def run(code: str, *arguments: str) -> str:
 
 def test_planning_and_control_plane_load_neither_torch_nor_lightning():
     modules = [
-        "lightning_recycle.planning",
-        "lightning_recycle.visualize",
-        "lightning_recycle.errors",
-        "lightning_recycle.control.protocol.membership",
-        "lightning_recycle.control.coordinator.coordinator",
-        "lightning_recycle.control.client",
-        "lightning_recycle.control.coordinator.standalone",
+        "lightning_recycle.planning", "lightning_recycle.visualize", "lightning_recycle.errors",
+        "lightning_recycle.control.protocol.membership", "lightning_recycle.control.coordinator.coordinator",
+        "lightning_recycle.control.client", "lightning_recycle.control.coordinator.standalone",
         "lightning_recycle.engines.recycle_run",
-    ]
+    ]  # fmt: skip
     code = """
 import importlib, sys
 heavy = {'torch', 'lightning', 'numpy', 'torchmetrics', 'matplotlib'}
@@ -215,11 +211,9 @@ except ImportError as error:
 
 # docs/architecture.md lists the modules that use them; when one changes, this fails first.
 PRIVATE = {
-    "lightning_recycle.runtime.groups": [
-        "torch.distributed:ProcessGroupGloo",
-        "torch.distributed:ProcessGroupGloo._Options",
-        "torch.distributed:ProcessGroupGloo.create_device",
-    ],
+    "lightning_recycle.runtime.groups": ["torch.distributed:ProcessGroupGloo",
+                                         "torch.distributed:ProcessGroupGloo._Options",
+                                         "torch.distributed:ProcessGroupGloo.create_device"],
     "lightning_recycle.session.loops": [
         "lightning.pytorch.loops.fit_loop:_FitLoop",
         "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop",
@@ -235,17 +229,13 @@ PRIVATE = {
         "lightning.pytorch.loops.fit_loop:_FitLoop.restarted_on_epoch_end",
         "lightning.pytorch.loops.fit_loop:_FitLoop._load_combined_loader_states",
     ],
-    "lightning_recycle.torch_internals": [
-        "torch.utils.data._utils.worker:WorkerInfo",
-        "torch.nn:Module._compiled_call_impl",
-        "torch.nn:Module._apply",
-        "torch.distributed.fsdp:FSDPModule._get_fsdp_state",
-        "torch.distributed.fsdp._fully_shard._fsdp_init:_move_states_to_device",
-        "torch:_C._get_privateuse1_backend_name",
-        "torch:Tensor._version",
-        "torch.nn.utils.clip_grad:_get_total_norm",
-        "torch.amp:GradScaler._unscale_grads_",
-    ],
+    "lightning_recycle.torch_internals": ["torch.utils.data._utils.worker:WorkerInfo",
+                                          "torch.nn:Module._compiled_call_impl", "torch.nn:Module._apply",
+                                          "torch.distributed.fsdp:FSDPModule._get_fsdp_state",
+                                          "torch.distributed.fsdp._fully_shard._fsdp_init:_move_states_to_device",
+                                          "torch:_C._get_privateuse1_backend_name", "torch:Tensor._version",
+                                          "torch.nn.utils.clip_grad:_get_total_norm",
+                                          "torch.amp:GradScaler._unscale_grads_"],
     "lightning_recycle.data.iterable_style": ["datasets.iterable_dataset:BufferShuffledExamplesIterable"],
     "lightning_recycle.session.checkpoint_callbacks": [
         "lightning.pytorch.callbacks:ModelCheckpoint._save_topk_checkpoint",
@@ -281,7 +271,7 @@ PRIVATE = {
         "lightning.pytorch.strategies.launchers.multiprocessing:_GlobalStateSnapshot.capture",
         "lightning.pytorch.strategies.launchers.multiprocessing:_GlobalStateSnapshot.restore",
     ],
-}
+}  # fmt: skip
 
 
 def listed(heading: str) -> list[str]:

@@ -17,13 +17,9 @@ _ENDING = ("kill", "kill", "exit", "exception", "hang", "deadlock", "partition",
 _ANYWHERE = ("kill", "exit", "exception")  # found at once, wherever they happen
 _SECOND_STEP = 2  # from here on the usual times of operations are known, so a deadlock is found
 _HOOKS = (
-    "on_train_batch_start",
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_train_batch_end",
-)
+    "on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward",
+    "on_before_optimizer_step", "on_train_batch_end",
+)  # fmt: skip
 _SHORT_TIMEOUT = 1.0  # seconds; with it a scenario that outlasts it does not take long
 _LONG = 1.6  # seconds: longer than that
 _MOST_POSITIONS = 4  # with two members each

@@ -237,20 +237,16 @@ BAD = [
     (["failures=some"], "failures='some'"),
     (["failures=9"], "failures=9 leaves a stage of the grid 3 x 4 x 6 without a worker"),
     (["failures=true"], "failures=True"),
-    (
-        ["memory.in_flight=0"],
-        "memory.in_flight=0: give an integer of at least 1, or null for no limit, or a list of 4, one for each stage.",
-    ),
+    (["memory.in_flight=0"],
+     "memory.in_flight=0: give an integer of at least 1, or null for no limit, or a list of 4, one for each stage."),
     (["memory.in_flight=[4,4]"], "or a list of 4, one for each stage."),
     (["memory.bytes=1000"], "memory.bytes needs costs=profile"),
     (["costs.forward=-1"], "costs.forward=-1: give a finite number"),
     (["costs.forward=abc"], "=abc: give a finite number of at least 0, or a list of 4, one for each stage."),
     (["costs.forward=[1,abc,1,1]"], "costs.forward=[1,abc,1,1]: give a finite number of at least 0, or a list of 4"),
     (["costs.backward_input=null"], "costs.backward_input=null: give a finite number"),
-    (
-        ["costs.forward=[1,2]"],
-        "costs.forward=[1,2]: give a finite number of at least 0, or a list of 4, one for each stage.",
-    ),
+    (["costs.forward=[1,2]"],
+     "costs.forward=[1,2]: give a finite number of at least 0, or a list of 4, one for each stage."),
     (["costs.communication=fast"], "costs.communication=fast: "),
     (["~costs.reduce"], "~costs.reduce: "),
     (["costs=profile"], "costs.path is missing"),
@@ -259,10 +255,8 @@ BAD = [
     (["planner=magic"], "unknown planner 'magic': choose one of cbc, gurobi, heuristic, highs"),
     (["planner=highs", "planner.time_limit=-1"], "planner.time_limit=-1: give"),
     (["grid.stages=four"], "grid.stages=four: give an integer of at least 1."),
-    (
-        ["planner.time_limit=5"],
-        "choose one of compact_from, effort (of planner=heuristic; cbc, gurobi and highs have time_limit).",
-    ),
+    (["planner.time_limit=5"],
+     "choose one of compact_from, effort (of planner=heuristic; cbc, gurobi and highs have time_limit)."),
     (["costs.path=profile.json"], "reduce (of costs=uniform; profile has path)."),
     (["grid.pipeline=3"], "grid.pipeline"),
     (["technique.staggered=maybe"], "technique.staggered=maybe: use true or false"),
@@ -275,7 +269,7 @@ BAD = [
     (["picture=plan.gif"], "picture=plan.gif: give a name that ends with .svg, or null."),
     (["output=plan.pdf"], "output=plan.pdf: give a name that ends with .json, or null."),
     (["failures=["], "check its brackets and quotes"),
-]
+]  # fmt: skip
 
 
 def test_bad_input_ends_with_one_line_and_exit_code_2(tmp_path):

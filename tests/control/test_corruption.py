@@ -205,28 +205,22 @@ def dispute(claims: dict[int, Any], votes: dict[int, Any]) -> Dispute:
     return Dispute(4, 7, recorder, accused, claims, votes, {accused: "cuda:1"})
 
 
-@pytest.mark.parametrize(
-    ("claims", "votes", "found"),
-    [
-        pytest.param({0: X, 1: Y}, {0: (X, True), 1: (Y, True), 2: (X, True)}, [1], id="wrong-each-time"),
-        pytest.param({0: X, 1: Y}, {0: (X, True), 1: (X, True), 2: (X, True)}, [1], id="wrong-once"),
-        pytest.param({0: Y, 1: X}, {0: (X, True), 1: (X, True), 2: (X, True)}, [0], id="the-checker-was-wrong"),
-        pytest.param({0: X, 1: Y}, {0: (X, True), 1: (Z, False), 2: (X, True)}, [1], id="wrong-in-another-way"),
-        pytest.param({0: X, 1: Y}, {0: (X, True), 1: (X, True)}, [1], id="of-two-wrong-once"),
-        pytest.param({0: X, 1: Y}, {0: (X, True), 1: (Z, False)}, [1], id="of-two-the-one-that-repeats-nothing"),
-        pytest.param({0: X, 1: Y}, {0: (X, True), 1: (Y, True)}, Finding.UNDECIDED, id="of-two-wrong-each-time"),
-        pytest.param(
-            {0: X, 1: Y}, {0: (X, True), 1: (Y, True), 2: (Z, True)}, Finding.INCOMPARABLE, id="three-kinds-of-machines"
-        ),
-        pytest.param(
-            {0: X, 1: Y}, {0: (X, False), 1: (Y, False), 2: (X, True)}, Finding.INCOMPARABLE, id="not-deterministic"
-        ),
-        pytest.param({0: Z, 1: Y}, {0: (X, True), 1: (X, True), 2: (X, True)}, [0, 1], id="both-were-wrong"),
-        pytest.param(
-            {0: X, 1: Y}, {0: (X, True), 1: (X, True), 2: ({}, True), 3: ({}, True)}, [1], id="others-have-no-say"
-        ),
-    ],
-)
+@pytest.mark.parametrize(("claims", "votes", "found"), [
+    pytest.param({0: X, 1: Y}, {0: (X, True), 1: (Y, True), 2: (X, True)}, [1], id="wrong-each-time"),
+    pytest.param({0: X, 1: Y}, {0: (X, True), 1: (X, True), 2: (X, True)}, [1], id="wrong-once"),
+    pytest.param({0: Y, 1: X}, {0: (X, True), 1: (X, True), 2: (X, True)}, [0], id="the-checker-was-wrong"),
+    pytest.param({0: X, 1: Y}, {0: (X, True), 1: (Z, False), 2: (X, True)}, [1], id="wrong-in-another-way"),
+    pytest.param({0: X, 1: Y}, {0: (X, True), 1: (X, True)}, [1], id="of-two-wrong-once"),
+    pytest.param({0: X, 1: Y}, {0: (X, True), 1: (Z, False)}, [1], id="of-two-the-one-that-repeats-nothing"),
+    pytest.param({0: X, 1: Y}, {0: (X, True), 1: (Y, True)}, Finding.UNDECIDED, id="of-two-wrong-each-time"),
+    pytest.param({0: X, 1: Y}, {0: (X, True), 1: (Y, True), 2: (Z, True)}, Finding.INCOMPARABLE,
+        id="three-kinds-of-machines"),
+    pytest.param({0: X, 1: Y}, {0: (X, False), 1: (Y, False), 2: (X, True)}, Finding.INCOMPARABLE,
+        id="not-deterministic"),
+    pytest.param({0: Z, 1: Y}, {0: (X, True), 1: (X, True), 2: (X, True)}, [0, 1], id="both-were-wrong"),
+    pytest.param({0: X, 1: Y}, {0: (X, True), 1: (X, True), 2: ({}, True), 3: ({}, True)}, [1],
+        id="others-have-no-say"),
+])  # fmt: skip
 def test_whoever_claimed_other_bits_than_the_majority_gets_was_wrong(claims, votes, found):
     verdict = decide_dispute(dispute(claims, votes))
     assert verdict is found if isinstance(found, Finding) else [one.rank for one in verdict] == found

@@ -35,28 +35,24 @@ def ruled(changed: Mapping[int, WorkerSigns], live: frozenset[int] = ALL, holder
     return review(DetectionState(), 100.0, standings, holders & live, Positions(GRID), 7)[1]
 
 
-@pytest.mark.parametrize(
-    ("changed", "evicted", "waited"),
-    [
-        pytest.param({}, set(), set(), id="all are well"),
-        pytest.param({0: stands(5.0)}, set(), set(), id="within the limit"),
-        pytest.param({0: stands(5.1)}, {0}, set(), id="one is silent"),
-        pytest.param({0: stands(working=5.1)}, {0}, set(), id="one is stuck"),
-        pytest.param({0: stands(5.1), 1: stands(5.1)}, {0, 1}, set(), id="a node is silent: each has peers"),
-        pytest.param({0: stands(5.1), 2: stands(5.1)}, {0, 2}, set(), id="two of three peers are silent"),
-        pytest.param({0: stands(5.1), 2: stands(5.1), 4: stands(5.1)}, set(), {0, 2, 4}, id="a whole stage is silent"),
-        pytest.param({r: stands(5.1) for r in ALL}, set(), set(ALL), id="all are silent"),
-        pytest.param({r: stands(working=5.1) for r in ALL}, set(), set(ALL), id="all are slow"),
-        pytest.param({0: stands(5.1), 2: stands(2.6), 4: stands(2.6)}, set(), {0}, id="the others may be silent too"),
-        pytest.param({0: stands(5.1), 2: stands(2.6)}, {0}, set(), id="one is well, which is enough"),
-        pytest.param(
-            {0: stands(5.1), 2: stands(working=2.6), 4: stands(working=9)}, set(), {0, 4}, id="the others are slow"
-        ),
-        pytest.param({r: stands(60.1) for r in (0, 2, 4)}, {0, 2, 4}, set(), id="but not for ever"),
-        pytest.param({r: stands(working=200.1) for r in (0, 2, 4)}, {0, 2, 4}, set(), id="nor if they are slow"),
-        pytest.param({0: stands(working=100), 2: stands(9), 4: stands(9)}, set(), {0, 2, 4}, id="each has its bound"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "evicted", "waited"), [
+    pytest.param({}, set(), set(), id="all are well"),
+    pytest.param({0: stands(5.0)}, set(), set(), id="within the limit"),
+    pytest.param({0: stands(5.1)}, {0}, set(), id="one is silent"),
+    pytest.param({0: stands(working=5.1)}, {0}, set(), id="one is stuck"),
+    pytest.param({0: stands(5.1), 1: stands(5.1)}, {0, 1}, set(), id="a node is silent: each has peers"),
+    pytest.param({0: stands(5.1), 2: stands(5.1)}, {0, 2}, set(), id="two of three peers are silent"),
+    pytest.param({0: stands(5.1), 2: stands(5.1), 4: stands(5.1)}, set(), {0, 2, 4}, id="a whole stage is silent"),
+    pytest.param({r: stands(5.1) for r in ALL}, set(), set(ALL), id="all are silent"),
+    pytest.param({r: stands(working=5.1) for r in ALL}, set(), set(ALL), id="all are slow"),
+    pytest.param({0: stands(5.1), 2: stands(2.6), 4: stands(2.6)}, set(), {0}, id="the others may be silent too"),
+    pytest.param({0: stands(5.1), 2: stands(2.6)}, {0}, set(), id="one is well, which is enough"),
+    pytest.param({0: stands(5.1), 2: stands(working=2.6), 4: stands(working=9)}, set(), {0, 4},
+        id="the others are slow"),
+    pytest.param({r: stands(60.1) for r in (0, 2, 4)}, {0, 2, 4}, set(), id="but not for ever"),
+    pytest.param({r: stands(working=200.1) for r in (0, 2, 4)}, {0, 2, 4}, set(), id="nor if they are slow"),
+    pytest.param({0: stands(working=100), 2: stands(9), 4: stands(9)}, set(), {0, 2, 4}, id="each has its bound"),
+])  # fmt: skip
 def test_a_worker_is_given_up_only_if_a_peer_can_do_its_work(changed, evicted, waited):
     found = ruled(changed)
     assert (set(found.evict), set(found.waits)) == (evicted, waited)

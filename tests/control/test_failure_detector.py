@@ -75,22 +75,18 @@ def test_where_no_peer_is_well_any_work_has_the_patience_of_what_has_no_usual_du
     assert (sign.limit, sign.bound) == (TIMEOUT, 77.0)
 
 
-@pytest.mark.parametrize(
-    ("observations", "usual", "deadlocked"),
-    [
-        pytest.param({0: waiting(11.0), 1: waiting(30.0)}, USUAL, True, id="all wait for longer than they can have to"),
-        pytest.param({0: waiting(9.0), 1: waiting(30.0)}, USUAL, False, id="one has begun to wait only now"),
-        pytest.param({0: waiting(60.0), 1: working(1.0)}, USUAL, False, id="one is at work"),
-        pytest.param({0: waiting(60.0), 1: working(60.0, "")}, USUAL, False, id="one is in a hook"),
-        pytest.param({0: waiting(15.0), 1: waiting(15.0)}, {"B": 2.0}, False, id="the others' operations take long"),
-        pytest.param({0: waiting(21.0), 1: waiting(21.0)}, {"B": 2.0}, True, id="but not as long as that"),
-        pytest.param(
-            {0: waiting(1e3, "", True), 1: waiting(1e3, "", True)}, USUAL, False, id="all wait for the coordinator"
-        ),
-        pytest.param({0: waiting(11.0, "", True), 1: waiting(11.0)}, USUAL, True, id="all but one do"),
-        pytest.param({}, USUAL, False, id="nobody is seen"),
-    ],
-)
+@pytest.mark.parametrize(("observations", "usual", "deadlocked"), [
+    pytest.param({0: waiting(11.0), 1: waiting(30.0)}, USUAL, True, id="all wait for longer than they can have to"),
+    pytest.param({0: waiting(9.0), 1: waiting(30.0)}, USUAL, False, id="one has begun to wait only now"),
+    pytest.param({0: waiting(60.0), 1: working(1.0)}, USUAL, False, id="one is at work"),
+    pytest.param({0: waiting(60.0), 1: working(60.0, "")}, USUAL, False, id="one is in a hook"),
+    pytest.param({0: waiting(15.0), 1: waiting(15.0)}, {"B": 2.0}, False, id="the others' operations take long"),
+    pytest.param({0: waiting(21.0), 1: waiting(21.0)}, {"B": 2.0}, True, id="but not as long as that"),
+    pytest.param({0: waiting(1e3, "", True), 1: waiting(1e3, "", True)}, USUAL, False,
+        id="all wait for the coordinator"),
+    pytest.param({0: waiting(11.0, "", True), 1: waiting(11.0)}, USUAL, True, id="all but one do"),
+    pytest.param({}, USUAL, False, id="nobody is seen"),
+])  # fmt: skip
 def test_if_everybody_waits_and_nobody_is_at_work_nobody_is_to_blame(observations, usual, deadlocked):
     assert everybody_waits(observations, lambda rank, kind: usual.get(kind), TIMEOUT) is deadlocked
 

@@ -38,16 +38,12 @@ def open_plans(open_planner: Callable[..., PlanProvider], monkeypatch: pytest.Mo
     return begin
 
 
-@pytest.mark.parametrize(
-    ("seconds", "state", "fixed", "reason"),
-    [
-        ((1.0,) * 2, 0, "", "2 layers on as many stages: there is one cut only"),
-        ((1.0, 1e-4, 1e-4, 1e-4), 0, "", "no cut is faster: at least"),
-        ((1.0,) * 8, 500, "", "no faster cut leaves room for one micro-batch on a worker of every stage"),
-        ((1.0,) * 8, 0, "layer 3 cannot be pickled (TypeError: a lambda)", "layers do not move: layer 3 cannot be"),
-    ],
-    ids=["as many layers as stages", "one huge layer", "memory", "unpicklable"],
-)
+@pytest.mark.parametrize(("seconds", "state", "fixed", "reason"), [
+    ((1.0,) * 2, 0, "", "2 layers on as many stages: there is one cut only"),
+    ((1.0, 1e-4, 1e-4, 1e-4), 0, "", "no cut is faster: at least"),
+    ((1.0,) * 8, 500, "", "no faster cut leaves room for one micro-batch on a worker of every stage"),
+    ((1.0,) * 8, 0, "layer 3 cannot be pickled (TypeError: a lambda)", "layers do not move: layer 3 cannot be"),
+], ids=["as many layers as stages", "one huge layer", "memory", "unpicklable"])  # fmt: skip
 def test_re_routing_goes_on(open_plans, seconds, state, fixed, reason):
     plans = open_plans("auto", 5_500)
     half = len(seconds) // 2

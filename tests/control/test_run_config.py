@@ -90,27 +90,21 @@ def test_the_command_line_counts_and_a_contradiction_is_said():
     assert "planner" not in said
 
 
-@pytest.mark.parametrize(
-    ("given", "wants", "words"),
-    [
-        ({"recovery.min_pipelines": 3}, WANTS, "the run has 2 pipelines: give at most that many"),
-        ({}, wanting(planning__memory="much"), "memory='much'"),
-        ({}, wanting(planning__planner="crystal ball"), "crystal ball"),
-        ({}, wanting(heartbeat__timeout=float("nan")), r"timeout=nan\): give a number of seconds"),
-        ({}, wanting(planning__memory="0 micro-batches"), "memory='0 micro-batches'"),
-        ({}, wanting(planning__partition="count"), "no setting 'planning.partition'"),
-        ({"verification.on_corruption": "forgive"}, WANTS, "on_corruption='forgive'"),
-        ({"verification.verify": 2.0}, WANTS, "verify=2.0"),
-        ({}, wanting(verification__checksum_every=-1), "checksum_every=-1"),
-        ({}, replace(WANTS, grid=Grid(10**9, 10**9, 1)), "more than"),
-        (
-            {},
-            replace(WANTS, needs_launcher=("PlanningOptions(profile='auto')",)),
-            r"\(profile='auto'\) needs a launching process",
-        ),
-        ({}, None, "says nothing of its run"),
-    ],
-)
+@pytest.mark.parametrize(("given", "wants", "words"), [
+    ({"recovery.min_pipelines": 3}, WANTS, "the run has 2 pipelines: give at most that many"),
+    ({}, wanting(planning__memory="much"), "memory='much'"),
+    ({}, wanting(planning__planner="crystal ball"), "crystal ball"),
+    ({}, wanting(heartbeat__timeout=float("nan")), r"timeout=nan\): give a number of seconds"),
+    ({}, wanting(planning__memory="0 micro-batches"), "memory='0 micro-batches'"),
+    ({}, wanting(planning__partition="count"), "no setting 'planning.partition'"),
+    ({"verification.on_corruption": "forgive"}, WANTS, "on_corruption='forgive'"),
+    ({"verification.verify": 2.0}, WANTS, "verify=2.0"),
+    ({}, wanting(verification__checksum_every=-1), "checksum_every=-1"),
+    ({}, replace(WANTS, grid=Grid(10**9, 10**9, 1)), "more than"),
+    ({}, replace(WANTS, needs_launcher=("PlanningOptions(profile='auto')",)),
+     r"\(profile='auto'\) needs a launching process"),
+    ({}, None, "says nothing of its run"),
+])  # fmt: skip
 def test_what_cannot_be_is_an_error_that_says_why(given, wants, words):
     with pytest.raises(ConfigurationError, match=words):
         settle(given, wants)

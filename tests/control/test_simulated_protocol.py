@@ -51,32 +51,12 @@ HUNT_FROM = {  # where what seldom matters is known to matter; otherwise from th
     "the dead arrive where nobody else does": 10_500,
     "what was on its way to the last holder is forgotten": 115_200,
 }
-MEETS = {  # what the sample must have met, or it says nothing about it
-    "Crashed",
-    "Failed",
-    "Finished",
-    "StageLost",
-    "adoption",
-    "ahead",
-    "candidate lost",
-    "cut",
-    "disturbance",
-    "donor hit",
-    "evicted",
-    "evicted after an exception",
-    "failure",
-    "healed",
-    "joiner hit",
-    "left",
-    "loss computed again",
-    "loss during a change of plan",
-    "loss during a pause",
-    "paused",
-    "rejoined",
-    "replanned",
-    "retried",
-    "undone",
-}
+MEETS = {
+    "Crashed", "Failed", "Finished", "StageLost", "adoption", "ahead", "candidate lost", "cut", "disturbance",
+    "donor hit", "evicted", "evicted after an exception", "failure", "healed", "joiner hit", "left",
+    "loss computed again", "loss during a change of plan", "loss during a pause", "paused", "rejoined", "replanned",
+    "retried", "undone",
+}  # fmt: skip
 
 
 def over(sample: tuple[range, range]) -> pytest.MarkDecorator:
@@ -130,18 +110,9 @@ def test_a_generation_whose_plan_takes_long_goes_on_as_if_its_last_report_had(hi
 KILLS_AND_STOPS = {"kills": True, "stops": True, "plans_late": True}
 
 MEETS_WHEN_KILLED = {
-    "Answer told again",
-    "CANDIDATE returns",
-    "LEFT returns",
-    "LOST returns",
-    "STARTER returns",
-    "StepLoss told again",
-    "coordinator killed again",
-    "coordinator killed during a pause",
-    "did not return",
-    "revived",
-    "the end told again",
-}
+    "Answer told again", "CANDIDATE returns", "LEFT returns", "LOST returns", "STARTER returns", "StepLoss told again",
+    "coordinator killed again", "coordinator killed during a pause", "did not return", "revived", "the end told again",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("stops", [False, True])

@@ -468,21 +468,13 @@ def test_an_iterable_dataset_with_indices_is_read_by_them():
     assert [sorted(handle.read().tolist()) for handle in source] == [list(range(i, i + 12)) for i in range(0, 48, 12)]
 
 
-@pytest.mark.parametrize(
-    ("made", "words"),
-    [
-        (
-            lambda: DataLoader(GoingOn(), batch_size=6, num_workers=1, persistent_workers=True),
-            "persistent_workers=True.*GoingOn.*num_workers=0",
-        ),
-        (lambda: DataLoader(GoingOn(), batch_size=7), "batch_size=7.*num_microbatches=3"),
-        (
-            lambda: StatefulDataLoader(torch.utils.data.datapipes.iter.IterableWrapper([1]), batch_size=6),
-            "IterDataPipe.*IterableDataset",
-        ),
-    ],
-    ids=["persistent", "indivisible", "data pipe"],
-)
+@pytest.mark.parametrize(("made", "words"), [
+    (lambda: DataLoader(GoingOn(), batch_size=6, num_workers=1, persistent_workers=True),
+     "persistent_workers=True.*GoingOn.*num_workers=0"),
+    (lambda: DataLoader(GoingOn(), batch_size=7), "batch_size=7.*num_microbatches=3"),
+    (lambda: StatefulDataLoader(torch.utils.data.datapipes.iter.IterableWrapper([1]), batch_size=6),
+     "IterDataPipe.*IterableDataset"),
+], ids=["persistent", "indivisible", "data pipe"])  # fmt: skip
 def test_streams_that_cannot_be_read_again_are_refused_with_a_remedy(made, words):
     with pytest.raises(ConfigurationError, match=words):
         StreamLoader(made(), GRIDS[1], SEED)

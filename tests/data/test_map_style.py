@@ -339,19 +339,11 @@ def test_a_sampler_that_inherits_from_that_of_torch_keeps_its_own_order():
     assert sorted(torch.cat(step_data(source, 0, 0)).tolist()) == list(range(16, 24))
 
 
-@pytest.mark.parametrize(
-    ("dataloader", "error", "message"),
-    [
-        (lambda: 3, ConfigurationError, "data is 3, which cannot be iterated over; give a .*DataLoader"),
-        (
-            lambda: DataLoader(Numbers(99), batch_size=6),
-            ConfigurationError,
-            r"batch_size=6.*num_microbatches=4.*\[1, 2",
-        ),
-        (lambda: DataLoader(Numbers(7), batch_size=4), ConfigurationError, "7 samples.*2 pipelines.*batch_size=4"),
-    ],
-    ids=["no data", "indivisible", "too small"],
-)
+@pytest.mark.parametrize(("dataloader", "error", "message"), [
+    (lambda: 3, ConfigurationError, "data is 3, which cannot be iterated over; give a .*DataLoader"),
+    (lambda: DataLoader(Numbers(99), batch_size=6), ConfigurationError, r"batch_size=6.*num_microbatches=4.*\[1, 2"),
+    (lambda: DataLoader(Numbers(7), batch_size=4), ConfigurationError, "7 samples.*2 pipelines.*batch_size=4"),
+], ids=["no data", "indivisible", "too small"])  # fmt: skip
 def test_data_that_cannot_be_addressed_is_an_error_that_names_value_and_remedy(dataloader, error, message):
     with pytest.raises(error, match=message):
         MicrobatchLoader(dataloader(), Grid(2, 2, 4), 0, SEED)

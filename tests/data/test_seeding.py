@@ -50,18 +50,14 @@ def test_rows_of_tensors_draw_nothing(dataset):
     assert torch.equal(torch.get_rng_state(), before[2])
 
 
-@pytest.mark.parametrize(
-    "dataset",
-    [
-        Noisy(torch.zeros(8)),
-        Own(),
-        TensorDataset(torch.zeros(4).as_subclass(Fuzzy)),
-        Subset(Noisy(torch.zeros(8)), [1]),
-        ConcatDataset([ROWS, Noisy(torch.zeros(8))]),
-        StackDataset(ROWS, Noisy(torch.zeros(8))),
-    ],
-    ids=lambda dataset: type(dataset).__name__,
-)
+@pytest.mark.parametrize("dataset", [
+    Noisy(torch.zeros(8)),
+    Own(),
+    TensorDataset(torch.zeros(4).as_subclass(Fuzzy)),
+    Subset(Noisy(torch.zeros(8)), [1]),
+    ConcatDataset([ROWS, Noisy(torch.zeros(8))]),
+    StackDataset(ROWS, Noisy(torch.zeros(8))),
+], ids=lambda dataset: type(dataset).__name__)  # fmt: skip
 def test_the_code_of_users_may_draw(dataset):
     assert not draws_nothing(dataset, default_collate)
 

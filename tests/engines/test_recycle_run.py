@@ -269,19 +269,12 @@ def test_a_killed_worker_of_a_training_is_replaced_and_the_weights_are_those_of_
     assert "Waiting for workers" not in errors.partition("The run finished.")[2]
 
 
-@pytest.mark.parametrize(
-    ("coordinator", "environ", "words"),
-    [
-        (
-            "10.0.0.1:29400",
-            {"RECYCLE_KEY_FILE": "a key"},
-            "RECYCLE_COORDINATOR=10.0.0.1:29400 RECYCLE_KEY_FILE='a key'",
-        ),
-        ("10.0.0.1:29400", {"RECYCLE_KEY": "secret"}, "=10.0.0.1:29400 RECYCLE_KEY=... recycle-run"),
-        ("10.0.0.1:29400", {}, "--coordinator HOST:PORT and RECYCLE_KEY_FILE"),
-        ("127.0.0.1:29400", {"RECYCLE_KEY": "secret"}, "--coordinator HOST:PORT and RECYCLE_KEY_FILE"),
-    ],
-)
+@pytest.mark.parametrize(("coordinator", "environ", "words"), [
+    ("10.0.0.1:29400", {"RECYCLE_KEY_FILE": "a key"}, "RECYCLE_COORDINATOR=10.0.0.1:29400 RECYCLE_KEY_FILE='a key'"),
+    ("10.0.0.1:29400", {"RECYCLE_KEY": "secret"}, "=10.0.0.1:29400 RECYCLE_KEY=... recycle-run"),
+    ("10.0.0.1:29400", {}, "--coordinator HOST:PORT and RECYCLE_KEY_FILE"),
+    ("127.0.0.1:29400", {"RECYCLE_KEY": "secret"}, "--coordinator HOST:PORT and RECYCLE_KEY_FILE"),
+])  # fmt: skip
 def test_it_says_where_it_listens_and_how_another_machine_joins(coordinator, environ, words):
     host, port = coordinator.split(":")
     place = recycle_run._RunAddress((host, int(port)), "secret", hosts_it=True)

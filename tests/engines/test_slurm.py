@@ -27,19 +27,13 @@ def task(folder: Path, rank: int = 0, count: int = 1) -> SlurmTask:
     return SlurmTask("7.0.0", rank, count, "no-such-node.invalid", "127.0.0.1", str(folder), 20_007)
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({}, SlurmTask("12345.2.0", 3, 8, "node[7]", "127.0.0.1", "/home/user", 22_347)),
-        ({"SLURM_RESTART_COUNT": "4"}, SlurmTask("12345.2.4", 3, 8, "node[7]", "127.0.0.1", "/home/user", 22_347)),
-        (
-            {"SLURM_JOB_ID": "4294901760"},
-            SlurmTask("4294901760.2.0", 3, 8, "node[7]", "127.0.0.1", "/home/user", 21_762),
-        ),
-        ({"SLURM_STEP_ID": None}, None),  # a batch script
-        ({"SLURM_JOB_ID": None}, None),
-    ],
-)
+@pytest.mark.parametrize(("changes", "expected"), [
+    ({}, SlurmTask("12345.2.0", 3, 8, "node[7]", "127.0.0.1", "/home/user", 22_347)),
+    ({"SLURM_RESTART_COUNT": "4"}, SlurmTask("12345.2.4", 3, 8, "node[7]", "127.0.0.1", "/home/user", 22_347)),
+    ({"SLURM_JOB_ID": "4294901760"}, SlurmTask("4294901760.2.0", 3, 8, "node[7]", "127.0.0.1", "/home/user", 21_762)),
+    ({"SLURM_STEP_ID": None}, None),  # a batch script
+    ({"SLURM_JOB_ID": None}, None),
+])  # fmt: skip
 def test_a_task_knows_itself_from_its_variables(changes, expected):
     assert task_of({name: value for name, value in {**STEP, **changes}.items() if value is not None}) == expected
 

@@ -12,22 +12,10 @@ from support.training import TOLERANCE
 from torch import Tensor
 
 HOOKS = (
-    "on_fit_start",
-    "on_train_start",
-    "on_train_epoch_start",
-    "on_train_batch_start",
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_train_batch_end",
-    "on_validation_start",
-    "on_validation_batch_end",
-    "on_validation_epoch_end",
-    "on_train_epoch_end",
-    "on_train_end",
-    "on_fit_end",
-)
+    "on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_before_zero_grad",
+    "on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end", "on_validation_start",
+    "on_validation_batch_end", "on_validation_epoch_end", "on_train_epoch_end", "on_train_end", "on_fit_end",
+)  # fmt: skip
 
 
 def write(folder: Path, trainer: Any, name: str, **found: Tensor) -> None:

@@ -190,15 +190,11 @@ def test_a_gradient_that_comes_in_several_parts_is_complete_with_the_last(tmp_pa
     assert all(0 in numbers for numbers in early(tmp_path).values())
 
 
-@pytest.mark.parametrize(
-    ("make", "grid", "kwargs"),
-    [
-        (Regression, (2, 2), {"callbacks": [Alternates()]}),
-        (Ordinary, (2, 1), {}),
-        (Ordinary, (3, 1), {"accumulate_grad_batches": 2}),
-    ],
-    ids=["what is trained changes", "an ordinary module", "accumulation"],
-)
+@pytest.mark.parametrize(("make", "grid", "kwargs"), [
+    (Regression, (2, 2), {"callbacks": [Alternates()]}),
+    (Ordinary, (2, 1), {}),
+    (Ordinary, (3, 1), {"accumulate_grad_batches": 2}),
+], ids=["what is trained changes", "an ordinary module", "accumulation"])  # fmt: skip
 def test_buckets_change_nothing(tmp_path, make, grid, kwargs):
     models = [make().double() for _ in range(2)]
     callbacks = kwargs.pop("callbacks", [])

@@ -100,19 +100,12 @@ def test_a_plan_that_needs_other_connections_is_a_regroup_at_a_step_boundary(mon
     assert forwards(run.strategy.schedules[-1], SLOW) <= 1
 
 
-@pytest.mark.parametrize(
-    "fault",
-    sampled(
-        [
-            Fault("kill", 0, 1, CHANGE),
-            Fault("kill", 0, 1, CHANGE, "reduce"),
-            Fault("kill", 1, 1, CHANGE, "optimizer"),
-            Fault("kill", 1, 0, CHANGE - 1, "optimizer", when="after"),
-        ],
-        2,
-    ),
-    ids=str,
-)
+@pytest.mark.parametrize("fault", sampled([
+    Fault("kill", 0, 1, CHANGE),
+    Fault("kill", 0, 1, CHANGE, "reduce"),
+    Fault("kill", 1, 1, CHANGE, "optimizer"),
+    Fault("kill", 1, 0, CHANGE - 1, "optimizer", when="after"),
+], 2), ids=str)  # fmt: skip
 def test_weights_are_exact_when_a_worker_dies_in_the_first_step_of_a_new_plan(fault):
     run = train(fault)
     assert failures(run) == [(fault.pipeline, fault.stage)]

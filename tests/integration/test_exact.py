@@ -81,23 +81,15 @@ def test_a_scheduler_steps_once_a_step_also_when_the_step_is_redone():
     exact_fit(Scheduled().double(), 2, 2, faults)
 
 
-@pytest.mark.parametrize(
-    ("grid", "faults", "clip"),
-    sampled(
-        [
-            ((2, 2), [], None),
-            ((1, 3), [], 0.05),
-            ((2, 2), [Fault("kill", 0, 0, 3, at="reduce", when="after")], None),
-            ((2, 2), [Fault("kill", 1, 1, 3, at="reduce")], 0.05),
-            ((2, 2), [Fault("kill", 0, 1, 4, at="optimizer"), Fault("kill", 1, 0, 4, at="backward_weight")], None),
-            ((2, 2), [Fault("kill", 0, 1, 4, at="optimizer", when="after")], None),
-            ((2, 3), [Fault("kill", 1, 1, 2), Fault("kill", 0, 2, 5, at="reduce")], None),
-        ],
-        1,
-        rest=pytest.mark.long,
-    ),
-    ids=str,
-)
+@pytest.mark.parametrize(("grid", "faults", "clip"), sampled([
+    ((2, 2), [], None),
+    ((1, 3), [], 0.05),
+    ((2, 2), [Fault("kill", 0, 0, 3, at="reduce", when="after")], None),
+    ((2, 2), [Fault("kill", 1, 1, 3, at="reduce")], 0.05),
+    ((2, 2), [Fault("kill", 0, 1, 4, at="optimizer"), Fault("kill", 1, 0, 4, at="backward_weight")], None),
+    ((2, 2), [Fault("kill", 0, 1, 4, at="optimizer", when="after")], None),
+    ((2, 3), [Fault("kill", 1, 1, 2), Fault("kill", 0, 2, 5, at="reduce")], None),
+], 1, rest=pytest.mark.long), ids=str)  # fmt: skip
 def test_a_weight_that_two_stages_share_trains_as_one_parameter(grid, faults, clip):
     model = AutoEncoder().double()
     small = {"bucket_cap_mb": 1e-4} if faults else {}  # the tied weight's is one of several
@@ -124,19 +116,12 @@ class Complex(Regression):
         return [first, Turning(), *layers]
 
 
-@pytest.mark.parametrize(
-    ("grid", "options"),
-    sampled(
-        [
-            ((2, 2), {}),
-            ((3, 1), {"strategy": {"verify": 1.0, "checksum_every": 1}}),
-            ((3, 1), {"gradient_clip_val": 0.05}),
-            ((2, 2), {"gradient_clip_val": 0.05}),
-        ],
-        1,
-        rest=pytest.mark.long,
-    ),
-)
+@pytest.mark.parametrize(("grid", "options"), sampled([
+    ((2, 2), {}),
+    ((3, 1), {"strategy": {"verify": 1.0, "checksum_every": 1}}),
+    ((3, 1), {"gradient_clip_val": 0.05}),
+    ((2, 2), {"gradient_clip_val": 0.05}),
+], 1, rest=pytest.mark.long))  # fmt: skip
 def test_complex_parameters_train_whatever_looks_at_gradients_and_states(grid, options):
     run = exact_fit(Complex().double(), *grid, [Fault("kill", 1, 0, step=4)], **options)
     assert failures(run) == [(1, 0)]
@@ -166,14 +151,10 @@ class Wide(Regression):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "fault",
-    [
-        Fault("kill", 0, 0, step=2, at="forward", when="after"),
-        Fault("kill", 1, 1, step=2, at="backward_input", when="after"),
-    ],
-    ids=["activation", "gradient"],
-)
+@pytest.mark.parametrize("fault", [
+    Fault("kill", 0, 0, step=2, at="forward", when="after"),
+    Fault("kill", 1, 1, step=2, at="backward_input", when="after"),
+], ids=["activation", "gradient"])  # fmt: skip
 def test_a_worker_killed_in_the_middle_of_a_message_holds_nobody_up(fault):
     """Gloo hands what is to be sent to a thread of its own: right after an operation it is under way."""
     run = exact_fit(Wide().double(), 2, 2, [fault], data=dataset(GLOBAL_BATCH * 4), max_steps=4)

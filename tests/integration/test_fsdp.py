@@ -171,15 +171,11 @@ class AsOne(Ordinary):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("module", "stages", "error", "expected"),
-    [
-        (Partly(), 1, ConfigurationError, "leaves parameters that each of them would train alone: model.1.norm.weight"),
-        (Itself(), 1, UnsupportedFeatureError, r"calls fully_shard\(self\), whose forward a step does not call"),
-        (AsOne(), 2, UnsupportedFeatureError, r"fully_shard\(\) for AsOne\.model, whose layers are on several stages"),
-    ],
-    ids=lambda value: type(value).__name__,
-)
+@pytest.mark.parametrize(("module", "stages", "error", "expected"), [
+    (Partly(), 1, ConfigurationError, "leaves parameters that each of them would train alone: model.1.norm.weight"),
+    (Itself(), 1, UnsupportedFeatureError, r"calls fully_shard\(self\), whose forward a step does not call"),
+    (AsOne(), 2, UnsupportedFeatureError, r"fully_shard\(\) for AsOne\.model, whose layers are on several stages"),
+], ids=lambda value: type(value).__name__)  # fmt: skip
 def test_what_would_be_wrong_is_refused(module, stages, error, expected):
     with pytest.raises(error, match=expected):
         fit(module, (1, stages, 2, 1), strategy={"layers": "model"} if stages > 1 else {})

@@ -91,13 +91,9 @@ class CheckedModel(Scheduled):
 
 
 MORE = (
-    "split_batch",
-    "transfer_batch_to_device",
-    "configure_gradient_clipping",
-    "optimizer_step",
-    "lr_scheduler_step",
+    "split_batch", "transfer_batch_to_device", "configure_gradient_clipping", "optimizer_step", "lr_scheduler_step",
     "log",
-)
+)  # fmt: skip
 for name in {*hooks_of(L.LightningModule), *MORE}:
     setattr(CheckedModel, name, checked(getattr(CheckedModel, name), of_module))
 

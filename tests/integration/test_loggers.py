@@ -58,19 +58,15 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     return found
 
 
-@pytest.mark.parametrize(
-    "faults",
-    [
-        (),
-        (Fault("kill", 0, 1, 2),),
-        (Fault("kill", 0, 1, 2, at="optimizer", when="after"),),
-        (Fault("kill", 0, 1, EPOCH - 1, at="reduce"),),
-        (Fault("kill", 0, 1, at="validation", step=EPOCH),),
-        (Fault("kill", 0, 1, at="end"),),
-        (Fault("preempt", 0, 1, 2),),
-    ],
-    ids=["no fault", "forward", "applied", "end of an epoch", "validation", "end", "departure"],
-)
+@pytest.mark.parametrize("faults", [
+    (),
+    (Fault("kill", 0, 1, 2),),
+    (Fault("kill", 0, 1, 2, at="optimizer", when="after"),),
+    (Fault("kill", 0, 1, EPOCH - 1, at="reduce"),),
+    (Fault("kill", 0, 1, at="validation", step=EPOCH),),
+    (Fault("kill", 0, 1, at="end"),),
+    (Fault("preempt", 0, 1, 2),),
+], ids=["no fault", "forward", "applied", "end of an epoch", "validation", "end", "departure"])  # fmt: skip
 def test_the_rows_are_those_of_one_device_whenever_the_leader_goes(faults, expected, tmp_path):
     run = train(tmp_path, lambda **kwargs: trainer(2, 2, faults, **kwargs))
     assert failures(run) == [(f.pipeline, f.stage) for f in faults if f.kind == "kill"]

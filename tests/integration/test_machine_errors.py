@@ -136,16 +136,12 @@ def test_a_sample_that_one_worker_cannot_read_is_read_by_another(tmp_path, proce
     assert "reading data of step 4" in causes(run)[0]
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        MemoryError(),
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
-        DeviceLost("CUDA error: an illegal memory access was encountered"),
-        RuntimeError("unable to allocate shared memory(shm) for file </torch_1_2_3>: No space left on device (28)"),
-    ],
-    ids=lambda error: type(error).__name__,
-)
+@pytest.mark.parametrize("error", [
+    MemoryError(),
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    DeviceLost("CUDA error: an illegal memory access was encountered"),
+    RuntimeError("unable to allocate shared memory(shm) for file </torch_1_2_3>: No space left on device (28)"),
+], ids=lambda error: type(error).__name__)  # fmt: skip
 def test_other_errors_of_machines_cost_one_worker_too(tmp_path, error):
     run = exact_fit(Troubled(Trouble(tmp_path, error), "loss").double(), 2, 2)
     assert len(failures(run)) == 1

@@ -211,19 +211,13 @@ TWO_KILLS = [
 KILL = [Fault("kill", 1, 0, step=3)]
 RUNS: list[Any] = [
     pytest.param({}, marks=pytest.mark.long, id="undisturbed"),
-    *sampled(
-        [{"dies": (1, 3, place)} for place in ("start", "between", "after the last backward", "end", "commit")],
-        2,
-        rest=pytest.mark.long,
-    ),
+    *sampled([{"dies": (1, 3, place)} for place in ("start", "between", "after the last backward", "end", "commit")], 2,
+        rest=pytest.mark.long),
     *sampled([{"faults": faults} for faults in TWO_KILLS], 1),
-    *sampled(
-        [{"faults": faults, "strategy": {"num_microbatches": 2}, "pipelines": 2} for faults in ([], KILL)],
-        1,
-        rest=pytest.mark.long,
-    ),
+    *sampled([{"faults": faults, "strategy": {"num_microbatches": 2}, "pipelines": 2} for faults in ([], KILL)], 1,
+        rest=pytest.mark.long),
     pytest.param({"pipelines": 1}, id="one worker, which has nobody to meet"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("how", RUNS)

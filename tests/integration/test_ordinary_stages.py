@@ -171,16 +171,12 @@ def test_all_that_a_user_sees_is_that_of_one_device(grid, faults):
         assert torch.allclose(torch.cat(run.predict(model, loader)), predicted)
 
 
-@pytest.mark.parametrize(
-    ("grid", "faults", "clip"),
-    [
-        ((2, 2), [Fault("kill", 0, 1, step=2)], None),
-        ((2, 2), [Fault("kill", 1, 0, step=3, at="reduce", when="after")], 0.05),
-        ((1, 4), [], 0.05),
-        ((2, 3), [Fault("kill", 1, 1, step=2), Fault("kill", 0, 2, step=4, at="optimizer")], None),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("grid", "faults", "clip"), [
+    ((2, 2), [Fault("kill", 0, 1, step=2)], None),
+    ((2, 2), [Fault("kill", 1, 0, step=3, at="reduce", when="after")], 0.05),
+    ((1, 4), [], 0.05),
+    ((2, 3), [Fault("kill", 1, 1, step=2), Fault("kill", 0, 2, step=4, at="optimizer")], None),
+], ids=str)  # fmt: skip
 def test_what_is_outside_of_the_chain_trains_as_one_parameter(grid, faults, clip):
     model, run = Gpt().double(), on_grid(*grid, faults, gradient_clip_val=clip)
     train(run, model, text(), BATCH // grid[0])

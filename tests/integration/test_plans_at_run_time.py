@@ -200,16 +200,12 @@ def test_a_users_planner_is_asked(tmp_path):
     assert run.strategy.schedules[1].failed == {Worker(0, 0)}
 
 
-@pytest.mark.parametrize(
-    ("options", "staggered"),
-    [
-        ({}, True),
-        ({"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}, True),
-        ({"gradient_clip_val": 0.5}, True),
-        ({"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}, False),
-    ],
-    ids=["plain", "clipped by value", "clipped by norm", "clipped by norm, accumulated"],
-)
+@pytest.mark.parametrize(("options", "staggered"), [
+    ({}, True),
+    ({"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}, True),
+    ({"gradient_clip_val": 0.5}, True),
+    ({"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}, False),
+], ids=["plain", "clipped by value", "clipped by norm", "clipped by norm, accumulated"])  # fmt: skip
 def test_the_plan_is_staggered_only_if_the_steps_are(options, staggered):
     run = fit(Regression().double(), 2, 2, max_steps=1, **options)
     assert run.strategy.schedules[0].problem.technique.staggered is staggered

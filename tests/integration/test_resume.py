@@ -68,24 +68,17 @@ def uninterrupted(name: str) -> dict[str, Tensor]:
     return run(MODELS[name]().double(), ONE_DEVICE, 2)
 
 
-@pytest.mark.parametrize(
-    ("name", "writer", "step", "reader"),
-    sampled(
-        [
-            ("plain", (2, 2), EPOCH, ONE_DEVICE),
-            ("plain", (2, 2), 6, (1, 3)),
-            ("scheduled", ONE_DEVICE, 2, (2, 2)),
-            ("scheduled", (2, 2), 6, (2, 2)),
-            ("grouped", (1, 2), 2, (2, 3)),
-            ("grouped", (2, 3), EPOCH, ONE_DEVICE),
-            ("grouped", ONE_DEVICE, EPOCH, (2, 2)),
-            ("tied", (2, 2), EPOCH, ONE_DEVICE),
-            ("tied", ONE_DEVICE, 6, (1, 3)),
-        ],
-        2,
-        rest=pytest.mark.long,
-    ),
-)
+@pytest.mark.parametrize(("name", "writer", "step", "reader"), sampled([
+    ("plain", (2, 2), EPOCH, ONE_DEVICE),
+    ("plain", (2, 2), 6, (1, 3)),
+    ("scheduled", ONE_DEVICE, 2, (2, 2)),
+    ("scheduled", (2, 2), 6, (2, 2)),
+    ("grouped", (1, 2), 2, (2, 3)),
+    ("grouped", (2, 3), EPOCH, ONE_DEVICE),
+    ("grouped", ONE_DEVICE, EPOCH, (2, 2)),
+    ("tied", (2, 2), EPOCH, ONE_DEVICE),
+    ("tied", ONE_DEVICE, 6, (1, 3)),
+], 2, rest=pytest.mark.long))  # fmt: skip
 def test_resuming_from_any_grids_checkpoint_on_any_other_equals_the_uninterrupted_run(
     name, writer, step, reader, tmp_path
 ):
@@ -144,16 +137,11 @@ def test_a_sharded_checkpoint_resumes_on_another_grid_and_consolidated_on_one_de
     assert difference(resumed, uninterrupted(name)) < 1e-10
 
 
-@pytest.mark.parametrize(
-    "faults",
-    [
-        (Fault("kill", 0, 1, at="checkpoint", step=4),),
-        pytest.param(
-            (Fault("kill", 0, 0, 3, at="optimizer", when="after"), Fault("kill", 1, 1, 5)), marks=pytest.mark.long
-        ),
-    ],
-    ids=["the leader while it writes", "others"],
-)
+@pytest.mark.parametrize("faults", [
+    (Fault("kill", 0, 1, at="checkpoint", step=4),),
+    pytest.param((Fault("kill", 0, 0, 3, at="optimizer", when="after"), Fault("kill", 1, 1, 5)),
+        marks=pytest.mark.long),
+], ids=["the leader while it writes", "others"])  # fmt: skip
 def test_a_sharded_checkpoint_is_complete_though_its_writers_die(faults, tmp_path):
     sharded(tmp_path, Regression().double(), faults)
     assert sorted(p.name for p in tmp_path.iterdir()) == [f"step={step}.ckpt" for step in (2, 4, 6, 8)]

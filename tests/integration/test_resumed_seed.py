@@ -118,23 +118,11 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
     return run
 
 
-@pytest.mark.parametrize(
-    ("loader", "grid"),
-    [
-        pytest.param("shuffled", (1, 2)),
-        *sampled(
-            [
-                ("shuffled", (2, 2)),
-                ("with replacement", (1, 2)),
-                ("a sampler that counts", (1, 2)),
-                ("a stream", (1, 2)),
-            ],
-            1,
-            seed=1,
-            rest=pytest.mark.long,
-        ),
-    ],
-)
+@pytest.mark.parametrize(("loader", "grid"), [
+    pytest.param("shuffled", (1, 2)),
+    *sampled([("shuffled", (2, 2)), ("with replacement", (1, 2)), ("a sampler that counts", (1, 2)),
+              ("a stream", (1, 2))], 1, seed=1, rest=pytest.mark.long),
+])  # fmt: skip
 def test_a_run_resumes_with_another_seed_exactly(written, loader, grid, tmp_path, caplog):
     folder, weights, samples = written(loader)
     caplog.clear()

@@ -264,19 +264,13 @@ class CallsLayers(Regression):
             x = layer(x)
 
 
-@pytest.mark.parametrize(
-    ("model", "callbacks", "message"),
-    sampled(
-        [
-            (Regression, [ByRank()], r"self\(x\), with inputs that differ between the workers"),
-            (InLoss, [], r"self\(x\), by code that sees one micro-batch"),
-            (InOutput, [], r"self\(x\), by code that sees one micro-batch"),
-            (InOptimizers, [], r"self\(x\), when this worker had one stage .* as in configure_optimizers\(\)"),
-            (CallsLayers, [], r"a layer of another stage.*self\(x\)"),
-        ],
-        1,
-    ),
-)
+@pytest.mark.parametrize(("model", "callbacks", "message"), sampled([
+    (Regression, [ByRank()], r"self\(x\), with inputs that differ between the workers"),
+    (InLoss, [], r"self\(x\), by code that sees one micro-batch"),
+    (InOutput, [], r"self\(x\), by code that sees one micro-batch"),
+    (InOptimizers, [], r"self\(x\), when this worker had one stage .* as in configure_optimizers\(\)"),
+    (CallsLayers, [], r"a layer of another stage.*self\(x\)"),
+], 1))  # fmt: skip
 def test_what_cannot_be_evaluated_is_an_error_that_names_the_remedy(model, callbacks, message):
     with pytest.raises(ConfigurationError, match=message):
         fit(model().double(), 1, 2, callbacks)

@@ -218,18 +218,12 @@ class Does(Callback):
             module(tokens)
 
 
-@pytest.mark.parametrize(
-    ("what", "message"),
-    sampled(
-        [
-            ("layers", r"outside of a training or evaluation step.*Call the whole model, self\(x\)"),
-            ("cache", r"a cache of keys and values.*use_cache=False"),
-            ("rank", r"inputs that differ between the workers"),
-            ("leader", r"self\(x\).*must be called on all.*is_global_zero"),
-        ],
-        2,
-    ),
-)
+@pytest.mark.parametrize(("what", "message"), sampled([
+    ("layers", r"outside of a training or evaluation step.*Call the whole model, self\(x\)"),
+    ("cache", r"a cache of keys and values.*use_cache=False"),
+    ("rank", r"inputs that differ between the workers"),
+    ("leader", r"self\(x\).*must be called on all.*is_global_zero"),
+], 2))  # fmt: skip
 def test_what_cannot_be_evaluated_is_an_error_that_names_the_remedy(what, message):
     run = on_grid(1, 2, [Does(what)], {"num_microbatches": 1}, max_steps=1)
     with pytest.raises((ReCycleError, RuntimeError), match=message):

@@ -135,31 +135,23 @@ def test_a_member_that_hangs_is_told_from_its_sibling_that_waits_for_it(caplog):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("grid", "kill"),
-    [
-        ((1, 2, 2), Kill(3, 1, 2)),
-        (STAGES, KillTwo(2, 6, step=1, operation=2)),
-        (STAGES, KillTwo(2, 7, step=1, operation=2)),
-    ],
-    ids=["without peers", "one column twice", "two columns"],
-)
+@pytest.mark.parametrize(("grid", "kill"), [
+    ((1, 2, 2), Kill(3, 1, 2)),
+    (STAGES, KillTwo(2, 6, step=1, operation=2)),
+    (STAGES, KillTwo(2, 7, step=1, operation=2)),
+], ids=["without peers", "one column twice", "two columns"])  # fmt: skip
 def test_a_stage_is_lost_with_its_last_whole_position(grid, kill):
     with pytest.raises(StageLostError, match="stage 1"):
         fit(Piped(), grid, kill)
 
 
-@pytest.mark.parametrize(
-    ("module", "options", "expected"),
-    [
-        (Ordinary(), {"devices": 3}, "multiple of 2"),
-        (Ordinary(), {"devices": 4, "strategy": {"pipeline_parallel_size": 4}}, "4 devices .* multiple of 8, or"),
-        (Ordinary(), {"strategy": {"verify": 0.1}}, "verify"),
-        (Ordinary(), {"callbacks": [StochasticWeightAveraging(0.1)]}, "StochasticWeightAveraging"),
-        (Ordinary(), {"callbacks": [FaultInjectionCallback([Fault("kill", 0, 0, 1, member=2)])]}, "one of 0 to 1"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
+@pytest.mark.parametrize(("module", "options", "expected"), [
+    (Ordinary(), {"devices": 3}, "multiple of 2"),
+    (Ordinary(), {"devices": 4, "strategy": {"pipeline_parallel_size": 4}}, "4 devices .* multiple of 8, or"),
+    (Ordinary(), {"strategy": {"verify": 0.1}}, "verify"),
+    (Ordinary(), {"callbacks": [StochasticWeightAveraging(0.1)]}, "StochasticWeightAveraging"),
+    (Ordinary(), {"callbacks": [FaultInjectionCallback([Fault("kill", 0, 0, 1, member=2)])]}, "one of 0 to 1"),
+], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
 def test_what_is_not_supported_is_refused_before_a_worker_starts(module, options, expected):
     strategy = recycle_strategy(**{"tensor_parallel_size": 2, **options.pop("strategy", {})})
     trainer = L.Trainer(accelerator="cpu", strategy=strategy, **{"devices": 2, "max_steps": 1, **QUIET, **options})

@@ -124,16 +124,12 @@ def test_a_folder_of_members_is_consolidated_for_one_device(tmp_path):
     assert error(module, plain_loop(2, steps=2 * epoch)) < TOLERANCE
 
 
-@pytest.mark.parametrize(
-    ("module", "grid", "kill", "sharded"),
-    [
-        (Piped, (2, 2, 2), KillTwo(2, 6, step=3, operation=2), False),
-        pytest.param(Piped, (2, 2, 2), KillTwo(2, 6, step=3, operation=2), True, marks=pytest.mark.long),
-        pytest.param(Ordinary, FSDP, KillTwo(0, 2, step=3, operation=2), False, marks=pytest.mark.long),
-        pytest.param(Ordinary, FSDP, KillTwo(0, 2, step=3, operation=2), True, marks=pytest.mark.long),
-    ],
-    ids=name,
-)
+@pytest.mark.parametrize(("module", "grid", "kill", "sharded"), [
+    (Piped, (2, 2, 2), KillTwo(2, 6, step=3, operation=2), False),
+    pytest.param(Piped, (2, 2, 2), KillTwo(2, 6, step=3, operation=2), True, marks=pytest.mark.long),
+    pytest.param(Ordinary, FSDP, KillTwo(0, 2, step=3, operation=2), False, marks=pytest.mark.long),
+    pytest.param(Ordinary, FSDP, KillTwo(0, 2, step=3, operation=2), True, marks=pytest.mark.long),
+], ids=name)  # fmt: skip
 def test_a_run_starts_again_after_a_column_is_lost(module, grid, kill, sharded, tmp_path):
     strategy = {"on_stage_lost": "restart", "max_restarts": 2, "save_distributed_checkpoint": sharded}
     one = module()

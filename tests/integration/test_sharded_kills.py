@@ -94,15 +94,11 @@ TWICE = [
 OUTSIDE = [*STARTS, *IN_VALIDATION, *IN_CHECKPOINT, *LATER]
 
 
-@pytest.mark.parametrize(
-    ("victim", "grid"),
-    [
-        *sampled([(victim, TENSOR) for victim in OUTSIDE], 2, rest=pytest.mark.long),
-        *(pytest.param(victim, FSDP, marks=pytest.mark.long) for victim in OUTSIDE),
-        *(pytest.param(victim, BOTH, marks=pytest.mark.exhaustive) for victim in OUTSIDE),
-    ],
-    ids=name,
-)
+@pytest.mark.parametrize(("victim", "grid"), [
+    *sampled([(victim, TENSOR) for victim in OUTSIDE], 2, rest=pytest.mark.long),
+    *(pytest.param(victim, FSDP, marks=pytest.mark.long) for victim in OUTSIDE),
+    *(pytest.param(victim, BOTH, marks=pytest.mark.exhaustive) for victim in OUTSIDE),
+], ids=name)  # fmt: skip
 def test_a_kill_outside_of_steps(victim, grid, tmp_path):
     """Checkpoints that are to be written in the background are waited for."""
     keep = ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=2, save_last=True)

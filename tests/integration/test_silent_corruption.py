@@ -78,21 +78,12 @@ def test_who_computes_the_same_agrees_bit_by_bit(grid):
     assert difference(model.state_dict(), other.state_dict()) < TOLERANCE
 
 
-@pytest.mark.parametrize(
-    ("fault", "kind"),
-    sampled(
-        [
-            (Fault("bitflip", 1, 0, 3, microbatch=CHECKED[3], target="activation"), "output"),
-            (
-                Fault("bitflip", 1, 0, 3, "backward_weight", when="after", microbatch=CHECKED[3], target="gradient"),
-                "weight gradient",
-            ),
-            (Fault("bitflip", 1, 0, step=3, target="matmul", every=2), "weight gradient"),
-        ],
-        1,
-        rest=pytest.mark.long,
-    ),
-)
+@pytest.mark.parametrize(("fault", "kind"), sampled([
+    (Fault("bitflip", 1, 0, 3, microbatch=CHECKED[3], target="activation"), "output"),
+    (Fault("bitflip", 1, 0, 3, "backward_weight", when="after", microbatch=CHECKED[3], target="gradient"),
+     "weight gradient"),
+    (Fault("bitflip", 1, 0, step=3, target="matmul", every=2), "weight gradient"),
+], 1, rest=pytest.mark.long))  # fmt: skip
 def test_a_wrong_result_is_not_committed_and_its_worker_is_evicted(fault, kind):
     run = exact_fit(Regression().double(), 3, 1, [fault], strategy=VERIFY)
     (found,) = corruptions(run)

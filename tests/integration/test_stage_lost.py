@@ -138,17 +138,10 @@ class Dies(L.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize(
-    ("max_restarts", "why"),
-    sampled(
-        [
-            (0, r"killed by SIGKILL.*same place after 2 restarts in a row \(the newest step before it is [45]\)"),
-            (2, r"restarted 2 times from the checkpoint of step 4 .*max_restarts"),
-        ],
-        1,
-        rest=pytest.mark.long,
-    ),
-)
+@pytest.mark.parametrize(("max_restarts", "why"), sampled([
+    (0, r"killed by SIGKILL.*same place after 2 restarts in a row \(the newest step before it is [45]\)"),
+    (2, r"restarted 2 times from the checkpoint of step 4 .*max_restarts"),
+], 1, rest=pytest.mark.long))  # fmt: skip
 def test_a_loss_that_comes_back_without_a_newer_checkpoint_ends_the_run(max_restarts, why, tmp_path):
     checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1, filename="{step}")
     with pytest.raises(StageLostError, match=why):

@@ -72,23 +72,16 @@ def test_layers_of_a_sequence_get_the_whole_of_a_tuple():
     assert find_chain(Language(), 2).whole == (False,)
 
 
-@pytest.mark.parametrize(
-    ("module", "pipeline", "words"),
-    [
-        (
-            AutoEncoder,
-            None,
-            ["AutoEncoder", "several places", "'encoder' (60 parameters)", "'decoder' (80 parameters)"],
-        ),
-        (Alone, None, ["Alone", "no nn.Sequential or nn.ModuleList of at least 2 layers", "PipelineModule"]),
-        (Alone, "three", ["layers='three'", "Alone has no submodule", "It has one, two", "__init__"]),
-        (Alone, "one", ["names 1 layer of Alone, fewer than pipeline_parallel_size=2 stages: one"]),
-        (Alone, ["one", "same"], ["one and same of Alone are the same module"]),
-        (Alone, "table", ["'table' is an nn.ModuleDict", "order"]),
-        (Vision, ["small.0", "net", "net.2"], ["net.2", "the same module"]),
-        (Outer, ["parts", "parts.0.1"], ["names 'parts.0'", "'parts.0.1' within it"]),
-    ],
-)
+@pytest.mark.parametrize(("module", "pipeline", "words"), [
+    (AutoEncoder, None, ["AutoEncoder", "several places", "'encoder' (60 parameters)", "'decoder' (80 parameters)"]),
+    (Alone, None, ["Alone", "no nn.Sequential or nn.ModuleList of at least 2 layers", "PipelineModule"]),
+    (Alone, "three", ["layers='three'", "Alone has no submodule", "It has one, two", "__init__"]),
+    (Alone, "one", ["names 1 layer of Alone, fewer than pipeline_parallel_size=2 stages: one"]),
+    (Alone, ["one", "same"], ["one and same of Alone are the same module"]),
+    (Alone, "table", ["'table' is an nn.ModuleDict", "order"]),
+    (Vision, ["small.0", "net", "net.2"], ["net.2", "the same module"]),
+    (Outer, ["parts", "parts.0.1"], ["names 'parts.0'", "'parts.0.1' within it"]),
+])  # fmt: skip
 def test_what_is_no_chain_is_refused_with_the_remedy(module, pipeline, words):
     with pytest.raises(ConfigurationError) as caught:
         find_chain(module(), 2, pipeline)

@@ -225,18 +225,14 @@ def test_an_absent_layer_cannot_be_run_by_mistake():
 # ---------------------------------------------------------------------- errors
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (None, "configure_pipeline.. returned an object of type NoneType; return an nn.Sequential"),
-        (nn.Linear(2, 2), "returned an object of type Linear"),
-        ([], "returned no layers"),
-        (nn.Sequential(), "returned no layers"),
-        ([nn.Linear(2, 2), torch.tanh], "as layer 1; every layer must"),
-        ([nn.Linear], "as layer 0; every layer must"),
-    ],
-    ids=["None", "a layer", "an empty list", "an empty Sequential", "a function", "a class"],
-)
+@pytest.mark.parametrize(("value", "message"), [
+    (None, "configure_pipeline.. returned an object of type NoneType; return an nn.Sequential"),
+    (nn.Linear(2, 2), "returned an object of type Linear"),
+    ([], "returned no layers"),
+    (nn.Sequential(), "returned no layers"),
+    ([nn.Linear(2, 2), torch.tanh], "as layer 1; every layer must"),
+    ([nn.Linear], "as layer 0; every layer must"),
+], ids=["None", "a layer", "an empty list", "an empty Sequential", "a function", "a class"])  # fmt: skip
 def test_layers_that_are_none_are_an_error_that_names_them(value, message):
     with pytest.raises(ConfigurationError, match=message):
         list(returning(value).parameters())

@@ -42,20 +42,13 @@ def precise(precision: str) -> Callable[[Session], None]:
     return script
 
 
-@pytest.mark.parametrize(
-    ("precision", "weights", "outputs", "tolerance"),
-    sampled(
-        [
-            ("32-true", torch.float32, torch.float32, 1e-5),
-            ("64-true", torch.float64, torch.float64, 1e-10),
-            # The sums over micro-batches are rounded to 8 bits, at other places than on one device.
-            ("bf16-true", torch.bfloat16, torch.bfloat16, 0.03),
-            ("bf16-mixed", torch.float32, torch.bfloat16, 0.01),
-        ],
-        2,
-        rest=pytest.mark.long,
-    ),
-)
+@pytest.mark.parametrize(("precision", "weights", "outputs", "tolerance"), sampled([
+    ("32-true", torch.float32, torch.float32, 1e-5),
+    ("64-true", torch.float64, torch.float64, 1e-10),
+    # The sums over micro-batches are rounded to 8 bits, at other places than on one device.
+    ("bf16-true", torch.bfloat16, torch.bfloat16, 0.03),
+    ("bf16-mixed", torch.float32, torch.bfloat16, 0.01),
+], 2, rest=pytest.mark.long))  # fmt: skip
 def test_a_precision_computes_in_the_same_dtypes(tmp_path, precision, weights, outputs, tolerance):
     one, grid = run_both(precise(precision), tmp_path, dtype=torch.float32)
     dtypes = {name: value for name, value in one.metrics.items() if name.endswith("_bytes")}

@@ -187,15 +187,11 @@ class Refused(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize(
-    ("metric", "path"),
-    [
-        (MinMaxMetric(MeanSquaredError()), "metric"),
-        (BootStrapper(MeanSquaredError()), "metric"),
-        (MetricCollection({"a": MeanAbsoluteError(), "b": BootStrapper(MeanSquaredError())}), "metric.b"),
-    ],
-    ids=["MinMaxMetric", "BootStrapper", "in a collection"],
-)
+@pytest.mark.parametrize(("metric", "path"), [
+    (MinMaxMetric(MeanSquaredError()), "metric"),
+    (BootStrapper(MeanSquaredError()), "metric"),
+    (MetricCollection({"a": MeanAbsoluteError(), "b": BootStrapper(MeanSquaredError())}), "metric.b"),
+], ids=["MinMaxMetric", "BootStrapper", "in a collection"])  # fmt: skip
 def test_wrappers_that_need_whole_batches_are_refused_by_name(metric, path):
     name = type(metric["b"] if isinstance(metric, MetricCollection) else metric).__name__
     with pytest.raises(UnsupportedFeatureError, match=rf"The metric {path} \({name}\)"):

@@ -214,21 +214,15 @@ def test_the_number_of_moves_is_the_minimum_over_all_assignments():
             assert changes_of_stage(grid, failed, wanted) == least
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: p.normalize(BASE, -1), ConfigurationError, "failures=-1.*at least 0"),
-        (lambda: p.normalize(BASE, 9), PlanningError, "failures=9 leaves.*at most 8"),
-        (lambda: p.normalized_failures(GRID, (3, 0, 0, 0)), ConfigurationError, r"0\.\.2"),
-        (lambda: p.normalized_failures(GRID, (1, 0)), ConfigurationError, "4 numbers"),
-        (lambda: p.roles(GRID, {p.Worker(0, 0)}, (1, 1, 0, 0)), ConfigurationError, "1 failed worker, but.*for 2"),
-        (
-            lambda: p.roles(GRID, {p.Worker(d, 0) for d in range(3)}, (1, 1, 1, 0)),
-            PlanningError,
-            "all 3 replicas of stage 0",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("make", "error", "message"), [
+    (lambda: p.normalize(BASE, -1), ConfigurationError, "failures=-1.*at least 0"),
+    (lambda: p.normalize(BASE, 9), PlanningError, "failures=9 leaves.*at most 8"),
+    (lambda: p.normalized_failures(GRID, (3, 0, 0, 0)), ConfigurationError, r"0\.\.2"),
+    (lambda: p.normalized_failures(GRID, (1, 0)), ConfigurationError, "4 numbers"),
+    (lambda: p.roles(GRID, {p.Worker(0, 0)}, (1, 1, 0, 0)), ConfigurationError, "1 failed worker, but.*for 2"),
+    (lambda: p.roles(GRID, {p.Worker(d, 0) for d in range(3)}, (1, 1, 1, 0)), PlanningError,
+     "all 3 replicas of stage 0"),
+])  # fmt: skip
 def test_bad_input_names_the_value_and_the_remedy(make, error, message):
     with pytest.raises(error, match=message):
         make()

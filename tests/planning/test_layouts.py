@@ -182,15 +182,11 @@ def test_the_stall_is_the_switch_the_copies_and_what_fills_the_pipelines():
     assert plan.chosen.stall == pytest.approx(2.0 + plan.chosen.judgement.fill + plan.chosen.busiest / 1e9)
 
 
-@pytest.mark.parametrize(
-    ("layers", "fixed", "reason"),
-    [
-        (equal_layers(4), "", "one cut only"),
-        (equal_layers(16), "layer 3 has no LayerSpec", "layers do not move: layer 3 has no LayerSpec"),
-        (LayerCosts((9.0, *(0.001,) * 7), (9.0, *(0.001,) * 7), (9.0, *(0.001,) * 7)), "", "no cut is faster"),
-    ],
-    ids=["as many layers as stages", "cannot be built elsewhere", "one huge layer"],
-)
+@pytest.mark.parametrize(("layers", "fixed", "reason"), [
+    (equal_layers(4), "", "one cut only"),
+    (equal_layers(16), "layer 3 has no LayerSpec", "layers do not move: layer 3 has no LayerSpec"),
+    (LayerCosts((9.0, *(0.001,) * 7), (9.0, *(0.001,) * 7), (9.0, *(0.001,) * 7)), "", "no cut is faster"),
+], ids=["as many layers as stages", "cannot be built elsewhere", "one huge layer"])  # fmt: skip
 def test_layers_that_cannot_move_are_refused_in_one_line(layers, fixed, reason):
     problem, cuts = after(layers, p.Grid(3, 4, 6), (1, 0))
     plan = plan_layout(problem, layers, cuts, next_change=1e6, fixed=fixed)

@@ -28,20 +28,16 @@ def peaks(schedule: p.Schedule) -> list[int]:
     return [max(map(schedule.peak_in_flight, schedule.problem.live_workers(stage))) for stage in stages]
 
 
-@pytest.mark.parametrize(
-    ("problem", "times", "enough"),
-    [
-        (lost(2, 2, 8, (1, 1), technique=p.Technique(split_backward=False)), (51, 51), (2, 1)),
-        (lost(2, 2, 8, (1, 1)), (48, 49), (3, 3)),
-        (lost(4, 4, 16, (1, 1)), (66, 67), (5, 5, 5, 5)),
-        (lost(4, 4, 16, (1, 2)), (66, 68), (5, 5, 5, 5)),
-        (lost(3, 4, 12, (0, 0), (1, 3)), (54, 57), (8, 8, 8, 8)),
-        (lost(3, 4, 12, (1, 0), (2, 2)), (54, 57), (8, 8, 8, 8)),
-        (lost(3, 4, 6, (1, 2)), (27, 29), (6, 6, 6, 6)),
-        (lost(3, 4, 6), (19, 21), (6, 6, 6, 6)),
-    ],
-    ids=lambda value: f"{value.grid} {len(value.failed)} lost" if isinstance(value, p.Problem) else "",
-)
+@pytest.mark.parametrize(("problem", "times", "enough"), [
+    (lost(2, 2, 8, (1, 1), technique=p.Technique(split_backward=False)), (51, 51), (2, 1)),
+    (lost(2, 2, 8, (1, 1)), (48, 49), (3, 3)),
+    (lost(4, 4, 16, (1, 1)), (66, 67), (5, 5, 5, 5)),
+    (lost(4, 4, 16, (1, 2)), (66, 68), (5, 5, 5, 5)),
+    (lost(3, 4, 12, (0, 0), (1, 3)), (54, 57), (8, 8, 8, 8)),
+    (lost(3, 4, 12, (1, 0), (2, 2)), (54, 57), (8, 8, 8, 8)),
+    (lost(3, 4, 6, (1, 2)), (27, 29), (6, 6, 6, 6)),
+    (lost(3, 4, 6), (19, 21), (6, 6, 6, 6)),
+], ids=lambda value: f"{value.grid} {len(value.failed)} lost" if isinstance(value, p.Problem) else "")  # fmt: skip
 def test_the_default_plan_holds_no_more_than_its_period_needs(problem, times, enough):
     """Eager plans of the same period and makespan hold up to 22 micro-batches on a worker."""
     schedule = p.heuristic(problem)

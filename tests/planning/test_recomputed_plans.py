@@ -31,17 +31,13 @@ def again(schedule: p.Schedule) -> list[int]:
     return [sum(len(schedule.recomputed(worker)) for worker in workers(stage)) for stage in range(schedule.grid.stages)]
 
 
-@pytest.mark.parametrize(
-    ("failed", "capacity", "without", "with_quarter", "with_tenth"),
-    [
-        pytest.param(NOBODY, 2.0, 31, 27, 27, marks=pytest.mark.exhaustive),
-        (NOBODY, 1.5, 54, 33, 30),
-        (FAILED, 2.0, 34, 34, 34),
-        pytest.param(FAILED, 1.5, 61, 42, 42, marks=pytest.mark.exhaustive),
-        (FAILED, 1.1, 61, 61, 47),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("failed", "capacity", "without", "with_quarter", "with_tenth"), [
+    pytest.param(NOBODY, 2.0, 31, 27, 27, marks=pytest.mark.exhaustive),
+    (NOBODY, 1.5, 54, 33, 30),
+    (FAILED, 2.0, 34, 34, 34),
+    pytest.param(FAILED, 1.5, 61, 42, 42, marks=pytest.mark.exhaustive),
+    (FAILED, 1.1, 61, 61, 47),
+], ids=str)  # fmt: skip
 def test_the_price_of_memory_with_recomputation(failed, capacity, without, with_quarter, with_tenth):
     """One micro-batch at a time where no more fit; with checkpoints many are under way."""
     for checkpoint, most in ((None, without), (0.25, with_quarter), (0.1, with_tenth)):

@@ -69,24 +69,14 @@ def test_factors_of_the_dead_and_factors_of_one_change_no_order(problem, factor)
     assert orders(schedule) == orders(p.heuristic(plain, EFFORT))
 
 
-@pytest.mark.parametrize(
-    ("problem", "digest"),
-    [
-        (p.Problem(p.Grid(3, 4, 6), p.Costs.uniform(4), frozenset({p.Worker(1, 2)})), "217f33240d314fcc"),
-        (
-            p.Problem(
-                p.Grid(3, 4, 6), UNEVEN, frozenset({p.Worker(0, 1), p.Worker(2, 3)}), p.Technique(), (5, 5, 4, 4)
-            ),
-            "f13a12b1c45a9e63",
-        ),
-        (p.Problem(p.Grid(2, 2, 4), p.Costs.uniform(2), in_flight_limit=(3, 3)), "21813906c29f19f5"),
-        (
-            p.Problem(p.Grid(2, 3, 4), p.Costs.uniform(3), frozenset({p.Worker(0, 0)}), p.Technique(False, True)),
-            "623f21334f16c25c",
-        ),
-    ],
-    ids=["running example", "uneven costs", "healthy", "fused"],
-)
+@pytest.mark.parametrize(("problem", "digest"), [
+    (p.Problem(p.Grid(3, 4, 6), p.Costs.uniform(4), frozenset({p.Worker(1, 2)})), "217f33240d314fcc"),
+    (p.Problem(p.Grid(3, 4, 6), UNEVEN, frozenset({p.Worker(0, 1), p.Worker(2, 3)}), p.Technique(), (5, 5, 4, 4)),
+     "f13a12b1c45a9e63"),
+    (p.Problem(p.Grid(2, 2, 4), p.Costs.uniform(2), in_flight_limit=(3, 3)), "21813906c29f19f5"),
+    (p.Problem(p.Grid(2, 3, 4), p.Costs.uniform(3), frozenset({p.Worker(0, 0)}), p.Technique(False, True)),
+     "623f21334f16c25c"),
+], ids=["running example", "uneven costs", "healthy", "fused"])  # fmt: skip
 def test_orders_at_equal_speeds_are_those_of_before_there_were_others(problem, digest):
     """A change of the heuristic itself changes these digests, too: then write the new ones here."""
     schedule = p.heuristic(problem)

@@ -143,34 +143,30 @@ def weight_before_input_gradient(programs: Programs) -> None:
     ops[b], ops[w] = replace(ops[b], op=ops[w].op), replace(ops[w], op=ops[b].op)
 
 
-@pytest.mark.parametrize(
-    ("change", "rule"),
-    [
-        (drop_worker, "workers: live worker (0, 0) has no program"),
-        (revive_the_dead, "workers: (1, 2) has a program"),
-        (swap_order, "workers: on (0, 0)"),
-        (forget_weight_gradient, "F+B, not F+B+W"),
-        (forget_everything_of_a_microbatch, "has nothing, not F+B+W"),
-        (run_twice, "once: F(0, 0)@0 runs on"),
-        (split_a_microbatch, "is split between (0, 1), (1, 1)"),
-        (foreign_stage, "an operation of another stage"),
-        (foreign_microbatch, "outside the grid"),
-        (two_steps, "one REDUCE and one STEP"),
-        (no_reduce, "one REDUCE and one STEP"),
-        (work_after_step, "one REDUCE and one STEP"),
-        (too_short, "duration: F(0, 0)@0 on (0, 0) takes 0.5 instead of 1"),
-        (not_a_number, "duration: F(0, 0)@0 on (0, 0) takes nan"),
-        (before_the_iteration, "before the iteration"),
-        (overlap, "overlap:"),
-        (early(F, 1), "dependency: F"),
-        (early(B, 1), "dependency: B"),
-        (early(p.OpKind.REDUCE, 1), "dependency: REDUCE"),
-        (early(p.OpKind.STEP, 1), "dependency: STEP"),
-        (backward_before_own_forward, "dependency: B(0, 2)@3"),
-        (weight_before_input_gradient, "dependency: W(0, 2)@1"),
-    ],
-    ids=lambda value: getattr(value, "__name__", None),
-)
+@pytest.mark.parametrize(("change", "rule"), [
+    (drop_worker, "workers: live worker (0, 0) has no program"),
+    (revive_the_dead, "workers: (1, 2) has a program"),
+    (swap_order, "workers: on (0, 0)"),
+    (forget_weight_gradient, "F+B, not F+B+W"),
+    (forget_everything_of_a_microbatch, "has nothing, not F+B+W"),
+    (run_twice, "once: F(0, 0)@0 runs on"),
+    (split_a_microbatch, "is split between (0, 1), (1, 1)"),
+    (foreign_stage, "an operation of another stage"),
+    (foreign_microbatch, "outside the grid"),
+    (two_steps, "one REDUCE and one STEP"),
+    (no_reduce, "one REDUCE and one STEP"),
+    (work_after_step, "one REDUCE and one STEP"),
+    (too_short, "duration: F(0, 0)@0 on (0, 0) takes 0.5 instead of 1"),
+    (not_a_number, "duration: F(0, 0)@0 on (0, 0) takes nan"),
+    (before_the_iteration, "before the iteration"),
+    (overlap, "overlap:"),
+    (early(F, 1), "dependency: F"),
+    (early(B, 1), "dependency: B"),
+    (early(p.OpKind.REDUCE, 1), "dependency: REDUCE"),
+    (early(p.OpKind.STEP, 1), "dependency: STEP"),
+    (backward_before_own_forward, "dependency: B(0, 2)@3"),
+    (weight_before_input_gradient, "dependency: W(0, 2)@1"),
+], ids=lambda value: getattr(value, "__name__", None))  # fmt: skip
 def test_a_broken_rule_is_found_and_named(change, rule):
     schedule = good()
     p.validate(schedule)

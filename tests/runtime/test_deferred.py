@@ -287,23 +287,10 @@ def under_autocast(name: str, dtype: torch.dtype, *, split_backward: bool) -> tu
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    "name",
-    [
-        "linear",
-        "two layers",
-        "attention",
-        "attention across",
-        "attention of three",
-        "attention with other widths",
-        "Conv1D",
-        "parts of a weight",
-        "shared weight",
-        "frozen bias",
-        "checkpointing",
-        "parametrized weight",
-    ],
-)
+@pytest.mark.parametrize("name", [
+    "linear", "two layers", "attention", "attention across", "attention of three", "attention with other widths",
+    "Conv1D", "parts of a weight", "shared weight", "frozen bias", "checkpointing", "parametrized weight",
+])  # fmt: skip
 def test_under_autocast_the_split_backward_gives_the_bits_of_the_fused_one(name, dtype):
     expected, _ = under_autocast(name, dtype, split_backward=False)
     actual, deferred = under_autocast(name, dtype, split_backward=True)

@@ -121,17 +121,13 @@ def test_an_address_is_replaced_and_nothing_else():
     assert other == info[:-6] + b"\x12\x34" + bytes([127, 0, 0, 1]) + rest
 
 
-@pytest.mark.parametrize(
-    "info",
-    [
-        b"",
-        b"\x02",
-        bytes(200),
-        struct.pack("=QQ", 0, 136) + struct.pack("=H", socket.AF_INET6) + bytes(150),
-        struct.pack("=QQ", 0, 136) + struct.pack("=HH4s", socket.AF_INET, 0, bytes([10, 0, 0, 1])) + bytes(150),
-    ],
-    ids=["nothing", "one byte", "zeros", "IPv6", "another address"],
-)
+@pytest.mark.parametrize("info", [
+    b"",
+    b"\x02",
+    bytes(200),
+    struct.pack("=QQ", 0, 136) + struct.pack("=H", socket.AF_INET6) + bytes(150),
+    struct.pack("=QQ", 0, 136) + struct.pack("=HH4s", socket.AF_INET, 0, bytes([10, 0, 0, 1])) + bytes(150),
+], ids=["nothing", "one byte", "zeros", "IPv6", "another address"])  # fmt: skip
 def test_an_address_of_another_layout_is_not_guessed_at(info):
     with pytest.raises(UnsupportedError, match="the address that Gloo stores"):
         _with_address(info, "127.0.0.1", 1)

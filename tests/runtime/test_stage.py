@@ -214,20 +214,14 @@ def test_after_clear_a_step_can_run_again_with_the_same_result():
         first.backward_weight(0)
 
 
-@pytest.mark.parametrize(
-    ("loss", "message"),
-    [
-        (lambda output, target: (output - target) ** 2, r"tensor of shape \(5, 6\).* Add \.mean\(\)\.$"),
-        (
-            lambda output, target: (output - target).square().mean().item(),
-            r"a float.*scalar tensor.* instead of \.item\(\)\.$",
-        ),
-        (lambda output, target: "abc", r"a str; it must return a scalar tensor, the mean over the micro-batch\.$"),
-        (lambda output, target: None, "a NoneType"),
-        (lambda output, target: (output.detach() - target).square().mean(), "without a gradient"),
-    ],
-    ids=["not a scalar", "a number", "text", "nothing", "detached"],
-)
+@pytest.mark.parametrize(("loss", "message"), [
+    (lambda output, target: (output - target) ** 2, r"tensor of shape \(5, 6\).* Add \.mean\(\)\.$"),
+    (lambda output, target: (output - target).square().mean().item(),
+     r"a float.*scalar tensor.* instead of \.item\(\)\.$"),
+    (lambda output, target: "abc", r"a str; it must return a scalar tensor, the mean over the micro-batch\.$"),
+    (lambda output, target: None, "a NoneType"),
+    (lambda output, target: (output.detach() - target).square().mean(), "without a gradient"),
+], ids=["not a scalar", "a number", "text", "nothing", "detached"])  # fmt: skip
 def test_a_loss_that_cannot_be_trained_on_is_an_error_with_a_remedy(loss, message):
     stage = Stage([nn.Linear(WIDTH, WIDTH).double()], 0, SEED, CPU, loss=loss)
     x, y = data(1)[0]

@@ -51,16 +51,12 @@ def measured(*layers: nn.Module) -> tuple[int, int]:
     return footprint.after_forward, footprint.after_backward
 
 
-@pytest.mark.parametrize(
-    ("layers", "forward", "backward"),
-    [
-        ((nn.Linear(WIDTH, WIDTH),), 1, 2),  # its input; and the gradient of its output
-        ((nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), 2, 4),
-        ((nn.Tanh(),), 1, 0),  # its output; no W
-        ((Checkpointed(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)),), 1, 4),
-    ],
-    ids=["linear", "two", "tanh", "checkpointed"],
-)
+@pytest.mark.parametrize(("layers", "forward", "backward"), [
+    ((nn.Linear(WIDTH, WIDTH),), 1, 2),  # its input; and the gradient of its output
+    ((nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), 2, 4),
+    ((nn.Tanh(),), 1, 0),  # its output; no W
+    ((Checkpointed(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)),), 1, 4),
+], ids=["linear", "two", "tanh", "checkpointed"])  # fmt: skip
 def test_bytes_after_each_operation(layers, forward, backward):
     assert measured(*layers) == (forward * VALUE, backward * VALUE)
 

@@ -18,13 +18,9 @@ from lightning_recycle.runtime.verification import MicrobatchRecord, Recomputati
 
 KINDS = {"F": OpKind.FORWARD, "B": OpKind.BACKWARD_INPUT, "W": OpKind.BACKWARD_WEIGHT, "X": OpKind.BACKWARD}
 ORDERS = [
-    "F0 X0 F1 X1 F2 X2",
-    "F0 B0 W0 F1 B1 W1 F2 B2 W2",
-    "F0 F1 B0 W0 B1 W1 F2 X2",
-    "F0 F1 F2 B0 B1 W0 B2 W1 W2",  # a LayerNorm has its gradients in B, a Linear in W
-    "F0 F1 F2 B0 B1 B2 W2 W1 W0",
-    "F0 X0",
-]
+    "F0 X0 F1 X1 F2 X2", "F0 B0 W0 F1 B1 W1 F2 B2 W2", "F0 F1 B0 W0 B1 W1 F2 X2", "F0 F1 F2 B0 B1 W0 B2 W1 W2",
+    "F0 F1 F2 B0 B1 B2 W2 W1 W0", "F0 X0",
+]  # fmt: skip
 
 
 def tasks_of(order: str) -> tuple[Task, ...]:

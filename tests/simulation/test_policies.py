@@ -307,20 +307,16 @@ def test_fault_free_baselines_are_the_papers_and_the_zero_bubble_one():
         sim.FaultFree("gpipe")
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        sim.Recycle(),
-        sim.Merge(),
-        sim.Spares(0),
-        sim.DropReplica(),
-        sim.Restart(),
-        sim.Oobleck(),
-        sim.Varuna(),
-        sim.Auto(effort=0),
-    ],
-    ids=lambda policy: type(policy).__name__,
-)
+@pytest.mark.parametrize("policy", [
+    sim.Recycle(),
+    sim.Merge(),
+    sim.Spares(0),
+    sim.DropReplica(),
+    sim.Restart(),
+    sim.Oobleck(),
+    sim.Varuna(),
+    sim.Auto(effort=0),
+], ids=lambda policy: type(policy).__name__)  # fmt: skip
 def test_policies_survive_the_loss_and_return_of_everything(policy):
     context = Context(MEDIUM, sim.Cluster.of(MEDIUM))
     assert policy.begin(context, frozenset()).configuration.running is False
