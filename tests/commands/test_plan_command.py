@@ -13,21 +13,11 @@ from hydra.utils import instantiate
 from support.pipes import without_reader
 
 from lightning_recycle import __version__
+from lightning_recycle import planning as p
 from lightning_recycle.commands import plan as plan_command
 from lightning_recycle.commands import report as report_command
 from lightning_recycle.engines import recycle_run
 from lightning_recycle.errors import counted
-from lightning_recycle.planning import (
-    Grid,
-    Memory,
-    Profile,
-    StageProfile,
-    Worker,
-    get_planner,
-    load_plan,
-    save_profile,
-    validate,
-)
 
 
 def plan(directory: Path, *arguments: str) -> str:
@@ -47,8 +37,8 @@ def test_the_installed_script_plans_the_running_example(tmp_path):
     for number in ("period", "27", "29", "0% (optimal)", "peak memory, micro-batches", "3/3/6/1", "1.000", "0.778"):
         assert number in done.stdout
     assert {file.name for file in tmp_path.iterdir()} == {"plan.json", "plan.svg"}
-    result = load_plan(tmp_path / "plan.json")
-    assert result.schedule.failed == {Worker(1, 2)}
+    result = p.load_plan(tmp_path / "plan.json")
+    assert result.schedule.failed == {p.Worker(1, 2)}
     assert (result.backend, result.status, result.schedule.period) == ("highs", "optimal", 27)
     assert (tmp_path / "plan.svg").read_text().startswith("<svg")
 
@@ -102,8 +92,8 @@ def test_costs_memory_and_technique_reach_the_plan(tmp_path):
         "output=out/mine.json",
         "picture=null",
     )
-    problem = load_plan(tmp_path / "out" / "mine.json").schedule.problem
-    assert problem.grid == Grid(2, 2, 3)
+    problem = p.load_plan(tmp_path / "out" / "mine.json").schedule.problem
+    assert problem.grid == p.Grid(2, 2, 3)
     assert problem.costs.forward == (1.0, 1.5)
     assert problem.costs.backward_weight == (0.5, 0.5)
     assert problem.costs.communication == 0.25
@@ -113,29 +103,29 @@ def test_costs_memory_and_technique_reach_the_plan(tmp_path):
 
 
 def test_costs_and_memory_of_a_profile(tmp_path):
-    stage = StageProfile(0.010, 0.011, 0.009, activation_bytes=1000, output_bytes=500)
-    save_profile(tmp_path / "profile.json", Profile((stage, stage), latency=0.001, bandwidth=1e6))
+    stage = p.StageProfile(0.010, 0.011, 0.009, activation_bytes=1000, output_bytes=500)
+    p.save_profile(tmp_path / "profile.json", p.Profile((stage, stage), latency=0.001, bandwidth=1e6))
     arguments = ["grid.stages=2", "costs=profile", "costs.path=profile.json", "memory.bytes=4500"]
     out = plan(tmp_path, *arguments, "output=plan.json")
-    problem = load_plan(tmp_path / "plan.json").schedule.problem
+    problem = p.load_plan(tmp_path / "plan.json").schedule.problem
     assert problem.costs.forward == (0.010, 0.010)
     assert problem.costs.communication == pytest.approx(0.0015)
     assert problem.in_flight_limit is None
-    assert problem.memory == Memory((4500, 4500), (0, 0), (1000, 1000), (1000, 1000))
+    assert problem.memory == p.Memory((4500, 4500), (0, 0), (1000, 1000), (1000, 1000))
     assert "4000 of 4500" in out
 
 
 def test_bytes_that_w_does_not_need_make_room_for_more_microbatches(tmp_path):
     """As in a run: a number of micro-batches is not the limit, but what each of them holds at the time."""
-    stage = StageProfile(1.0, 1.0, 1.0, activation_bytes=1000, waiting_bytes=250)
-    save_profile(tmp_path / "profile.json", Profile((stage,) * 4))
+    stage = p.StageProfile(1.0, 1.0, 1.0, activation_bytes=1000, waiting_bytes=250)
+    p.save_profile(tmp_path / "profile.json", p.Profile((stage,) * 4))
     settings = ("costs=profile", "costs.path=profile.json", "memory.bytes=4000", "output=plan.json")
     plan(tmp_path, *settings, "failures=[[1,2]]")
-    one = load_plan(tmp_path / "plan.json").schedule
+    one = p.load_plan(tmp_path / "plan.json").schedule
     assert max(map(one.peak_in_flight, one.live_workers)) > 4
     assert max(map(one.peak_memory, one.live_workers)) <= 4000
     plan(tmp_path, *settings, "failures=1")
-    assert load_plan(tmp_path / "plan.json").schedule.problem.memory == one.problem.memory
+    assert p.load_plan(tmp_path / "plan.json").schedule.problem.memory == one.problem.memory
 
 
 def test_one_of_a_thing_is_no_plural(tmp_path):
@@ -151,7 +141,7 @@ def test_one_of_a_thing_is_no_plural(tmp_path):
 
 def test_a_number_of_failures_is_carried_where_it_costs_least(tmp_path):
     plan(tmp_path, "failures=4", "output=plan.json")
-    schedule = load_plan(tmp_path / "plan.json").schedule
+    schedule = p.load_plan(tmp_path / "plan.json").schedule
     assert {worker.stage for worker in schedule.failed} == {0, 1, 2, 3}
     assert schedule.period == 27
 
@@ -161,7 +151,7 @@ def test_a_sweep_has_a_folder_for_each_job_and_a_table_of_all(tmp_path):
         tmp_path, "-m", "planner=heuristic,cbc,highs", "failures=0,1", "output=plan.json", "hydra.sweep.dir=jobs"
     )
     assert sorted(file.name for file in (tmp_path / "jobs").iterdir() if file.is_dir()) == list("012345")
-    plans = [load_plan(tmp_path / "jobs" / str(job) / "plan.json") for job in range(6)]
+    plans = [p.load_plan(tmp_path / "jobs" / str(job) / "plan.json") for job in range(6)]
     assert [plan.backend for plan in plans] == ["heuristic"] * 2 + ["cbc"] * 2 + ["highs"] * 2
     assert [len(plan.schedule.failed) for plan in plans] == [0, 1] * 3
     assert all((tmp_path / "jobs" / str(job) / "plan.svg").exists() for job in range(6))
@@ -216,7 +206,7 @@ def test_settings_of_planners_are_those_of_a_run_without_settings():
     for name in ("heuristic", "cbc", "highs", "gurobi"):
         with initialize_config_module("lightning_recycle.conf", version_base=None):
             settings = compose("plan", [f"planner={name}"])
-        assert instantiate(settings.planner) == get_planner(name)
+        assert instantiate(settings.planner) == p.get_planner(name)
 
 
 def test_a_solver_that_is_not_there_is_a_warning(tmp_path):
@@ -225,7 +215,7 @@ def test_a_solver_that_is_not_there_is_a_warning(tmp_path):
     arguments = ["planner=gurobi", "failures=[[1,2]]", "memory.in_flight=4", "output=plan.json"]
     ((code, out, err),) = run_all("recycle-plan", tmp_path, arguments)
     assert code == 0
-    assert load_plan(tmp_path / "plan.json").schedule.period <= 30
+    assert p.load_plan(tmp_path / "plan.json").schedule.period <= 30
     if "optimal" not in out:
         assert err.startswith("warning: planner gurobi: it is not available")
         assert err.count("\n") == 1
@@ -280,7 +270,7 @@ def test_bad_input_ends_with_one_line_and_exit_code_2(tmp_path):
 def test_the_plan_that_is_written_is_valid(tmp_path):
     costs = ["costs.reduce=0.5", "costs.optimizer=0.2"]
     plan(tmp_path, "failures=3", "memory.in_flight=4", *costs, "output=plan.json", "picture=gantt.svg")
-    validate(load_plan(tmp_path / "plan.json").schedule)
+    p.validate(p.load_plan(tmp_path / "plan.json").schedule)
     assert {file.name for file in tmp_path.iterdir()} == {"plan.json", "gantt.svg"}
 
 
@@ -288,8 +278,8 @@ def test_forwards_are_computed_again_where_memory_is_short(tmp_path):
     arguments = ["grid.pipelines=3", "grid.stages=4", "grid.microbatches=6", "memory.in_flight=2"]
     plan(tmp_path, *arguments, "output=without.json")
     shown = plan(tmp_path, *arguments, "memory.checkpoint=0.1", "output=with.json")
-    without, found = (load_plan(tmp_path / name).schedule for name in ("without.json", "with.json"))
-    validate(found)
+    without, found = (p.load_plan(tmp_path / name).schedule for name in ("without.json", "with.json"))
+    p.validate(found)
     assert found.period < without.period
     again = sum(len(found.recomputed(worker)) for worker in found.live_workers)
     assert again > 0

@@ -11,29 +11,17 @@ from slow_planners import Failing
 from support.planning_in_background import is_idle
 from support.waiting import wait_for
 
+from lightning_recycle import planning as p
 from lightning_recycle.control.plans import plan_provider
 from lightning_recycle.control.plans.plan_provider import PlanProvider, ReadyPlans
-from lightning_recycle.planning import (
-    Costs,
-    Grid,
-    HeuristicPlanner,
-    LayerCosts,
-    PlanLibrary,
-    Problem,
-    Schedule,
-    Worker,
-    distribution_of,
-    heuristic,
-    validate,
-)
 from lightning_recycle.planning.exact_planner import ExactPlanner
 from lightning_recycle.planning.failure_distribution import contingencies, usual_limit
 from lightning_recycle.planning.schedule import PlanResult, proven
 from lightning_recycle.planning.timing import best_timing, operations_of
 
-GRID = Grid(3, 2, 4)
-SLOW = Worker(1, 1)
-ALL: frozenset[Worker] = frozenset()
+GRID = p.Grid(3, 2, 4)
+SLOW = p.Worker(1, 1)
+ALL: frozenset[p.Worker] = frozenset()
 MEASURED = {stage: {"F": 2.0, "B": 2.0, "W": 2.0, "REDUCE": 0.5, "STEP": 1.0} for stage in range(2)}
 
 
@@ -44,9 +32,9 @@ def planner(open_planner: Callable[..., PlanProvider]) -> PlanProvider:
     return planner
 
 
-def adopted(planner: PlanProvider, slow: Worker = SLOW) -> Schedule:
-    problem = replace(planner.plan(ALL, {}).problem, costs=Costs.uniform(2, 2.0), worker_factors={slow: 2.0})
-    schedule = heuristic(problem)
+def adopted(planner: PlanProvider, slow: p.Worker = SLOW) -> p.Schedule:
+    problem = replace(planner.plan(ALL, {}).problem, costs=p.Costs.uniform(2, 2.0), worker_factors={slow: 2.0})
+    schedule = p.heuristic(problem)
     planner.adopt(schedule)
     return schedule
 
@@ -58,9 +46,9 @@ def test_an_adopted_plan_is_the_plan_for_its_workers(planner):
 
 def test_plans_for_failures_know_who_is_slow_and_what_operations_take(planner):
     adopted(planner)
-    problem = planner.plan(frozenset({Worker(0, 1)}), {}).problem
+    problem = planner.plan(frozenset({p.Worker(0, 1)}), {}).problem
     assert problem.worker_factors == ((SLOW, 2.0),)
-    assert problem.costs == Costs.uniform(2, 2.0)
+    assert problem.costs == p.Costs.uniform(2, 2.0)
 
 
 def test_the_speed_of_the_dead_does_not_matter(planner):
@@ -74,26 +62,26 @@ def test_another_process_in_the_place_of_a_slow_worker_is_not_taken_for_slow(pla
     planner.assumptions.forget([SLOW])
     assert planner.plan(ALL, {}) is before
     schedule = adopted(planner)
-    planner.assumptions.forget([Worker(0, 0)])
+    planner.assumptions.forget([p.Worker(0, 0)])
     assert planner.plan(ALL, {}) is schedule
 
 
 def test_what_a_slow_worker_measured_counts_once(planner):
     """The times of a stage are those that its first worker measured, which may be the slow one."""
-    slow = Worker(0, 1)
+    slow = p.Worker(0, 1)
     schedule = adopted(planner, slow)
     seconds = {0: MEASURED[0], 1: {name: 2 * t if name != "REDUCE" else t for name, t in MEASURED[1].items()}}
     timed = planner.assumptions.retime(schedule, seconds)
     assert timed.problem.worker_factors == ((slow, 2.0),)
-    assert timed.problem.costs == replace(Costs.uniform(2, 2.0, 2.0, 2.0, 0.5, 1.0))
+    assert timed.problem.costs == replace(p.Costs.uniform(2, 2.0, 2.0, 2.0, 0.5, 1.0))
 
 
 def test_a_long_run_keeps_the_plans_that_it_needed_last_and_the_fault_free_one(planner, monkeypatch):
     before = planner.plan(ALL, {})
     monkeypatch.setattr(plan_provider, "_KEPT_OPERATIONS", 2 * 3 * GRID.global_microbatches * GRID.stages)
     first, second, third = (
-        heuristic(replace(before.problem, failed=frozenset(workers)))
-        for workers in ([Worker(0, 0)], [Worker(0, 1)], [Worker(1, 0), Worker(0, 1)])
+        p.heuristic(replace(before.problem, failed=frozenset(workers)))
+        for workers in ([p.Worker(0, 0)], [p.Worker(0, 1)], [p.Worker(1, 0), p.Worker(0, 1)])
     )
     planner.adopt(first)
     planner.adopt(second)
@@ -106,26 +94,26 @@ def test_a_long_run_keeps_the_plans_that_it_needed_last_and_the_fault_free_one(p
 
 
 def test_planning_ahead_for_every_failure_takes_one_plan_for_each_distribution(open_planner):
-    asked: list[Problem] = []
+    asked: list[p.Problem] = []
 
-    class Counted(HeuristicPlanner):
-        def plan(self, problem: Problem) -> Schedule:
+    class Counted(p.HeuristicPlanner):
+        def plan(self, problem: p.Problem) -> p.Schedule:
             asked.append(problem)
             return super().plan(problem)
 
-    grid = Grid(4, 3, 2)
+    grid = p.Grid(4, 3, 2)
     planner = open_planner(grid, Counted())
     planner.prepare()
     planner.plan_ahead(ALL, {})
     assert wait_for(lambda: is_idle(planner.background), 60)
-    distributions = {distribution_of(grid, problem.failed) for problem in asked}
+    distributions = {p.distribution_of(grid, problem.failed) for problem in asked}
     assert len(asked) == len(distributions) == 1 + 3, "none, one of 3 stages"
     for failed in map(frozenset, combinations(grid.workers(), 1)):
         schedule = planner.plan(failed, {})
         assert planner.source == "ahead"
         assert schedule.failed == failed
-        validate(schedule)
-    planner.plan_ahead(frozenset({Worker(2, 1)}), {})
+        p.validate(schedule)
+    planner.plan_ahead(frozenset({p.Worker(2, 1)}), {})
     assert wait_for(lambda: is_idle(planner.background), 60)
     assert len(asked) == 4 + 3, "one more in any stage"
 
@@ -133,28 +121,28 @@ def test_planning_ahead_for_every_failure_takes_one_plan_for_each_distribution(o
 class Patient:
     """A planner that can be sent to another process, and finds better plans than :class:`Poor`."""
 
-    def plan(self, problem: Problem) -> Schedule:
-        return heuristic(problem)
+    def plan(self, problem: p.Problem) -> p.Schedule:
+        return p.heuristic(problem)
 
 
-def one_at_a_time(problem: Problem) -> Schedule:
+def one_at_a_time(problem: p.Problem) -> p.Schedule:
     """A valid plan, and a bad one."""
-    alone = heuristic(replace(problem, in_flight_limit=(1,) * problem.grid.stages), effort=0)
+    alone = p.heuristic(replace(problem, in_flight_limit=(1,) * problem.grid.stages), effort=0)
     return replace(alone, problem=problem)
 
 
-class Poor(HeuristicPlanner):
+class Poor(p.HeuristicPlanner):
     """The planner at once, so bad that every other one finds better plans."""
 
-    def plan(self, problem: Problem) -> Schedule:
+    def plan(self, problem: p.Problem) -> p.Schedule:
         return one_at_a_time(problem)
 
 
 def test_a_users_planner_plans_ahead_and_improves_what_the_heuristic_made_in_need(open_planner, monkeypatch):
     monkeypatch.setattr(plan_provider, "HeuristicPlanner", Poor)
-    planner = open_planner(Grid(2, 3, 4), Patient())
+    planner = open_planner(p.Grid(2, 3, 4), Patient())
     planner.prepare()
-    failed = frozenset({Worker(0, 1)})
+    failed = frozenset({p.Worker(0, 1)})
     needed = planner.plan(failed, {})
     assert planner.source == "made"
     assert needed == one_at_a_time(needed.problem)
@@ -163,18 +151,18 @@ def test_a_users_planner_plans_ahead_and_improves_what_the_heuristic_made_in_nee
     planner.plan_ahead(failed, {}, running=needed)
     assert woken.wait(60)
     (better,) = planner.background.take()
-    assert better.schedule == heuristic(needed.problem)
+    assert better.schedule == p.heuristic(needed.problem)
     assert better.schedule.period < needed.period
     assert wait_for(lambda: is_idle(planner.background), 60)
     assert planner.plan(failed, {}) == better.schedule
     assert planner.source == "better"
-    following = planner.plan(failed | {Worker(1, 2)}, {})
+    following = planner.plan(failed | {p.Worker(1, 2)}, {})
     assert planner.source == "ahead"
-    assert following.period == heuristic(following.problem).period
+    assert following.period == p.heuristic(following.problem).period
 
 
 def test_a_planner_that_fails_leaves_the_heuristics_plan_and_is_not_asked_again(open_planner, caplog):
-    planner = open_planner(Grid(2, 2, 2), Failing())
+    planner = open_planner(p.Grid(2, 2, 2), Failing())
     for _ in range(2):
         planner.plan_ahead(ALL, {})
         assert wait_for(lambda: is_idle(planner.background), 60)
@@ -182,35 +170,35 @@ def test_a_planner_that_fails_leaves_the_heuristics_plan_and_is_not_asked_again(
     assert (
         len([message for message in messages if "found no plan for the failure of (0, 0): no licence" in message]) == 1
     )
-    planner.plan(frozenset({Worker(1, 0)}), {})
+    planner.plan(frozenset({p.Worker(1, 0)}), {})
     assert planner.source == "ahead"
 
 
 def test_a_solver_is_asked_before_the_run_alone(open_planner, monkeypatch):
-    asked: list[Problem] = []
+    asked: list[p.Problem] = []
 
-    def solve(planner: ExactPlanner, problem: Problem) -> PlanResult:
+    def solve(planner: ExactPlanner, problem: p.Problem) -> PlanResult:
         asked.append(problem)
-        return proven(heuristic(problem), planner.backend)
+        return proven(p.heuristic(problem), planner.backend)
 
     monkeypatch.setattr(ExactPlanner, "solve", solve)
-    planner = open_planner(Grid(2, 2, 2), "highs")
+    planner = open_planner(p.Grid(2, 2, 2), "highs")
     planner.prepare()
     schedule = planner.plan(ALL, {})
     planner.plan_ahead(ALL, {}, schedule)
     assert wait_for(lambda: is_idle(planner.background), 60)
-    planner.plan(frozenset({Worker(1, 0)}), {})
+    planner.plan(frozenset({p.Worker(1, 0)}), {})
     assert planner.source == "ahead"
     assert asked == [schedule.problem]
 
 
 def test_a_plan_of_the_library_needs_no_planner(open_planner, tmp_path, caplog):
     """Neither the fault-free one, nor the next ones; where there is none, it is said why."""
-    base = Problem(GRID, Costs.uniform(2, 0.01))
+    base = p.Problem(GRID, p.Costs.uniform(2, 0.01))
     problems = [base, *contingencies(base, 1, 99), *contingencies(base, 2, 99)]
     limited = [replace(problem, in_flight_limit=usual_limit(GRID, problem.failed)) for problem in problems]
-    PlanLibrary(tmp_path, "heuristic").compute(limited)
-    planner = open_planner(GRID, costs=base.costs, library=PlanLibrary(tmp_path))
+    p.PlanLibrary(tmp_path, "heuristic").compute(limited)
+    planner = open_planner(GRID, costs=base.costs, library=p.PlanLibrary(tmp_path))
     planner.prepare()
     sources = {}
     with caplog.at_level(logging.WARNING):
@@ -219,7 +207,7 @@ def test_a_plan_of_the_library_needs_no_planner(open_planner, tmp_path, caplog):
             sources[failed] = planner.source
         assert set(sources.values()) == {"library"}
         assert caplog.records == []
-        planner.plan(frozenset({Worker(0, 0), Worker(1, 0), Worker(2, 1)}), {})
+        planner.plan(frozenset({p.Worker(0, 0), p.Worker(1, 0), p.Worker(2, 1)}), {})
     assert planner.source == "made"
     (record,) = caplog.records
     assert record.getMessage().startswith(
@@ -228,17 +216,17 @@ def test_a_plan_of_the_library_needs_no_planner(open_planner, tmp_path, caplog):
 
 
 def test_at_least_one_schedule_is_kept_of_any_grid():
-    assert ReadyPlans(Grid(3, 4, 6)).capacity > 1000
-    assert ReadyPlans(Grid(64, 64, 1024)).capacity == 1
+    assert ReadyPlans(p.Grid(3, 4, 6)).capacity > 1000
+    assert ReadyPlans(p.Grid(64, 64, 1024)).capacity == 1
 
 
 # ---------------------------------------------------------------------- layers that stages share
 
 
 def test_plans_of_a_layout_with_shared_layers_are_made_for_micro_batches_that_differ(open_planner):
-    grid, cuts = Grid(3, 2, 8), (0, 2.4, 5)
+    grid, cuts = p.Grid(3, 2, 8), (0, 2.4, 5)
     slots = (1.0,) * 5
-    layers = LayerCosts(slots, slots, slots)
+    layers = p.LayerCosts(slots, slots, slots)
     split, fused = (layers.variation(cuts, grid, split_backward=split_backward) for split_backward in (True, False))
     assert split is not None
     assert fused is not None
@@ -252,8 +240,8 @@ def test_plans_of_a_layout_with_shared_layers_are_made_for_micro_batches_that_di
         planner.prepare()
         planner.assumptions.relaid(seconds, None, variation)
         planner.begin_anew(None)
-        schedule = planner.plan(frozenset({Worker(1, 1)}), seconds)
-        validate(schedule)
+        schedule = planner.plan(frozenset({p.Worker(1, 1)}), seconds)
+        p.validate(schedule)
         codes, sequence = operations_of(schedule, schedule.problem, split)
         found.append(best_timing(codes, sequence).period)
     mean, varied = found

@@ -8,32 +8,20 @@ import pytest
 from support.planning_in_background import is_idle
 from support.waiting import wait_for
 
+from lightning_recycle import planning as p
 from lightning_recycle.commands.plan import problems_ahead
 from lightning_recycle.control.plans import plan_provider
 from lightning_recycle.control.plans.plan_provider import PlanAnswer, PlanProvider
 from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.control.protocol.messages import Measured
 from lightning_recycle.errors import PlanningError
-from lightning_recycle.planning import (
-    Costs,
-    Grid,
-    HeuristicPlanner,
-    PlanLibrary,
-    Problem,
-    Profile,
-    StageProfile,
-    Worker,
-    heuristic,
-    save_profile,
-    solve,
-)
 from lightning_recycle.planning.costs import Footprint
 from lightning_recycle.planning.failure_distribution import usual_limit
 from lightning_recycle.planning.schedule import proven
 
-GRID = Grid(2, 2, 8)
-ALL: frozenset[Worker] = frozenset()
-FAILED = frozenset({Worker(1, 0)})
+GRID = p.Grid(2, 2, 8)
+ALL: frozenset[p.Worker] = frozenset()
+FAILED = frozenset({p.Worker(1, 0)})
 
 
 def footprint(**changes: int) -> Footprint:
@@ -49,7 +37,7 @@ def footprint(**changes: int) -> Footprint:
     return Footprint("a", **{**sizes, **changes})
 
 
-def everywhere(**changes: int) -> dict[Worker, Footprint]:
+def everywhere(**changes: int) -> dict[p.Worker, Footprint]:
     return {worker: footprint(**changes) for worker in GRID.workers()}
 
 
@@ -67,7 +55,7 @@ def plans(planner: PlanProvider) -> RunPlans:
     return plans
 
 
-def peaks(planner: PlanProvider, failed: frozenset[Worker]) -> tuple[int, int]:
+def peaks(planner: PlanProvider, failed: frozenset[p.Worker]) -> tuple[int, int]:
     schedule = planner.plan(failed, {})
     memory = [schedule.peak_memory(worker) for worker in schedule.live_workers] if schedule.problem.memory else [0]
     return max(map(schedule.peak_in_flight, schedule.live_workers)), int(max(memory))
@@ -141,9 +129,9 @@ def test_a_plan_for_the_memory_there_is_that_is_longer_does_not_replace_the_firs
     """It was kept as the plan for those who train now, although they had refused it."""
     plans.measurements.operation_seconds = {stage: {"F": 1.0, "B": 1.0, "W": 1.0} for stage in range(2)}
     first = plans.schedules[-1].period
-    longer = heuristic(Problem(GRID, Costs.uniform(2), in_flight_limit=(1, 1)))
+    longer = p.heuristic(p.Problem(GRID, p.Costs.uniform(2), in_flight_limit=(1, 1)))
 
-    def long_answer(problem: Problem, *_: object) -> PlanAnswer:
+    def long_answer(problem: p.Problem, *_: object) -> PlanAnswer:
         return proven(longer.under(problem), "heuristic"), None
 
     monkeypatch.setattr(plan_provider, "make_plan", long_answer)
@@ -164,9 +152,9 @@ def test_a_plan_that_cannot_be_made_is_named_by_what_it_was_for(planner, plans, 
         plans.take(GRID.worker(rank), Measured(rank, footprint=footprint()))
     three_steps(planner, plans)
     assert sorted(record.getMessage() for record in caplog.records) == [
-        f"{HeuristicPlanner()!r} found no plan for the failure of (0, 0): no room",
-        f"{HeuristicPlanner()!r} found no plan for the failure of (0, 1): no room",
-        f"{HeuristicPlanner()!r} found no plan for what was measured: no room",
+        f"{p.HeuristicPlanner()!r} found no plan for the failure of (0, 0): no room",
+        f"{p.HeuristicPlanner()!r} found no plan for the failure of (0, 1): no room",
+        f"{p.HeuristicPlanner()!r} found no plan for what was measured: no room",
     ]
 
 
@@ -184,19 +172,19 @@ def test_forwards_are_computed_again_instead_of_one_at_a_time(open_planner, reco
 
 @pytest.mark.parametrize(
     "grid",
-    [Grid(3, 4, 6), *(pytest.param(grid, marks=pytest.mark.long) for grid in (Grid(3, 4, 12), Grid(4, 4, 16)))],
+    [p.Grid(3, 4, 6), *(pytest.param(grid, marks=pytest.mark.long) for grid in (p.Grid(3, 4, 12), p.Grid(4, 4, 16)))],
     ids=str,
 )
 def test_plans_made_offline_are_found_and_are_as_short_as_those_of_a_run_without_a_library(
     open_planner, grid, tmp_path
 ):
     """They kept to the number of micro-batches of 1F1B, 4 to 18 % longer; those made for bytes were never found."""
-    stage = StageProfile(0.01, 0.01, 0.01, activation_bytes=100, waiting_bytes=100)
-    save_profile(tmp_path / "profile.json", Profile((stage,) * grid.stages))
+    stage = p.StageProfile(0.01, 0.01, 0.01, activation_bytes=100, waiting_bytes=100)
+    p.save_profile(tmp_path / "profile.json", p.Profile((stage,) * grid.stages))
     footprints = {worker: replace(footprint(capacity=100_000), place=str(worker)) for worker in grid.workers()}
-    costs, lost = Costs.uniform(4, 0.01, 0.01, 0.01), frozenset({Worker(1, 2)})
+    costs, lost = p.Costs.uniform(4, 0.01, 0.01, 0.01), frozenset({p.Worker(1, 2)})
 
-    def run(library: PlanLibrary | None) -> tuple[list[float], list[str]]:
+    def run(library: p.PlanLibrary | None) -> tuple[list[float], list[str]]:
         """Periods and sources of the plans at the start, and once memory is measured."""
         periods, sources = [], []
         for failed, measured in ((ALL, {}), (lost, footprints), (ALL, footprints)):
@@ -211,7 +199,7 @@ def test_plans_made_offline_are_found_and_are_as_short_as_those_of_a_run_without
         return periods, sources
 
     alone, _ = run(None)
-    assert alone[1] < heuristic(Problem(grid, costs, lost, in_flight_limit=(4, 3, 2, 1))).period
+    assert alone[1] < p.heuristic(p.Problem(grid, costs, lost, in_flight_limit=(4, 3, 2, 1))).period
     settings = {
         "grid": {"pipelines": grid.pipelines, "stages": grid.stages, "microbatches": grid.microbatches},
         "failures": [[1, 2]],
@@ -221,30 +209,30 @@ def test_plans_made_offline_are_found_and_are_as_short_as_those_of_a_run_without
     }
     none = {"in_flight": None, "bytes": None}
     for number, memory in enumerate(({}, {"bytes": 90_000}, {"bytes": 1_200}, {"in_flight": 7}, {"in_flight": 12})):
-        library = PlanLibrary(tmp_path / str(number))
+        library = p.PlanLibrary(tmp_path / str(number))
         for problem in problems_ahead({**settings, "memory": {**none, **memory}}):
-            library.put(solve(problem))
+            library.put(p.solve(problem))
         periods, sources = run(library)
         assert sources == ["library"] * 3, memory
         assert periods == pytest.approx(alone), memory
 
 
 def test_plans_of_the_library_stay_if_they_fit_and_are_improved(open_planner, tmp_path):
-    base = Problem(GRID, Costs.uniform(2))
+    base = p.Problem(GRID, p.Costs.uniform(2))
     limited = [replace(base, failed=failed, in_flight_limit=usual_limit(GRID, failed)) for failed in (ALL, FAILED)]
-    PlanLibrary(tmp_path, "heuristic").compute(limited)
-    planner = open_planner(GRID, costs=base.costs, library=PlanLibrary(tmp_path), memory=500)
+    p.PlanLibrary(tmp_path, "heuristic").compute(limited)
+    planner = open_planner(GRID, costs=base.costs, library=p.PlanLibrary(tmp_path), memory=500)
     planner.assumptions.measured(everywhere())
     schedule = planner.plan(FAILED, {})
     assert planner.source == "library"
-    assert schedule.period == heuristic(limited[1]).period, "it fits, so nobody waits for a planner"
+    assert schedule.period == p.heuristic(limited[1]).period, "it fits, so nobody waits for a planner"
     planner.plan_ahead(FAILED, {}, schedule)
     assert wait_for(lambda: is_idle(planner.background), 60)
     (better,) = planner.background.take()
     assert better.schedule.period < schedule.period
     assert planner.plan(FAILED, {}) == better.schedule
     assert planner.source == "better"
-    assert PlanLibrary(tmp_path, "heuristic").get(better.schedule.problem) == better.schedule, "for the next run"
+    assert p.PlanLibrary(tmp_path, "heuristic").get(better.schedule.problem) == better.schedule, "for the next run"
     planner.assumptions.measured(everywhere(after_forward=300, after_backward=300, checkpoint=300))
     assert peaks(planner, FAILED)[0] == 1
     assert planner.source == "made"

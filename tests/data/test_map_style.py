@@ -17,16 +17,7 @@ from support.process_tree import is_alive
 from support.samplers import Numbers
 from support.waiting import next_line, wait_for
 from torch import Tensor
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    Sampler,
-    SequentialSampler,
-    get_worker_info,
-)
+from torch.utils import data as td
 
 from lightning_recycle.data.dataloaders import check_dataloader
 from lightning_recycle.data.map_style import MicrobatchLoader
@@ -44,7 +35,7 @@ class Augmented(Numbers):
         return torch.tensor([index, random.random(), float(np.random.rand()), torch.rand(()).item()])
 
 
-class FromTheEnd(Sampler[int]):
+class FromTheEnd(td.Sampler[int]):
     """A sampler of a user's, with an order that depends on the epoch."""
 
     def __init__(self, size: int) -> None:
@@ -60,7 +51,7 @@ class FromTheEnd(Sampler[int]):
         return iter([(i - self.epoch) % self.size for i in reversed(range(self.size))])
 
 
-class RandomChoice(Sampler[int]):
+class RandomChoice(td.Sampler[int]):
     """A sampler that draws from torch's generator."""
 
     def __init__(self, size: int) -> None:
@@ -73,7 +64,7 @@ class RandomChoice(Sampler[int]):
         return iter(torch.randint(self.size, (self.size,)).tolist())
 
 
-class FromTheEndOn(SequentialSampler):
+class FromTheEndOn(td.SequentialSampler):
     """An order of its own, by inheritance from a known one."""
 
     def __init__(self, size: int) -> None:
@@ -90,9 +81,9 @@ def masked(samples: list[Tensor]) -> Tensor:
 
 
 def loader(
-    dataset: Dataset[Any], grid: Grid, batch_size: int, pipeline: int = 0, *, seed: int = SEED, **options: Any
+    dataset: td.Dataset[Any], grid: Grid, batch_size: int, pipeline: int = 0, *, seed: int = SEED, **options: Any
 ) -> MicrobatchLoader:
-    return MicrobatchLoader(DataLoader(dataset, batch_size=batch_size, **options), grid, pipeline, seed)
+    return MicrobatchLoader(td.DataLoader(dataset, batch_size=batch_size, **options), grid, pipeline, seed)
 
 
 def step_data(source: MicrobatchLoader, epoch: int, step: int) -> list[Tensor]:
@@ -113,7 +104,7 @@ GRIDS = [(Grid(1, 1, 1), 6), (Grid(2, 1, 3), 6), (Grid(3, 2, 2), 4), (Grid(1, 2,
 # ---------------------------------------------------------------------- who computes what
 
 
-class Prepared(Dataset[int]):
+class Prepared(td.Dataset[int]):
     """Readable in processes that :func:`prepare` has prepared, such as by opening a file."""
 
     factor: int | None = None
@@ -127,7 +118,7 @@ class Prepared(Dataset[int]):
 
 
 def prepare(_: int) -> None:
-    info: Any = get_worker_info()
+    info: Any = td.get_worker_info()
     info.dataset.factor = 2
 
 
@@ -278,7 +269,7 @@ def test_own_microbatches_may_be_asked_for_in_any_order_and_adopted_ones_between
                 assert torch.equal(source.fetch(handle, microbatch), direct.fetch(handle, microbatch))
 
 
-class OwnBatches(BatchSampler):
+class OwnBatches(td.BatchSampler):
     """Whose batches may be anything."""
 
 
@@ -341,8 +332,8 @@ def test_a_sampler_that_inherits_from_that_of_torch_keeps_its_own_order():
 
 @pytest.mark.parametrize(("dataloader", "error", "message"), [
     (lambda: 3, ConfigurationError, "data is 3, which cannot be iterated over; give a .*DataLoader"),
-    (lambda: DataLoader(Numbers(99), batch_size=6), ConfigurationError, r"batch_size=6.*num_microbatches=4.*\[1, 2"),
-    (lambda: DataLoader(Numbers(7), batch_size=4), ConfigurationError, "7 samples.*2 pipelines.*batch_size=4"),
+    (lambda: td.DataLoader(Numbers(99), batch_size=6), ConfigurationError, r"batch_size=6.*num_microbatches=4.*\[1, 2"),
+    (lambda: td.DataLoader(Numbers(7), batch_size=4), ConfigurationError, "7 samples.*2 pipelines.*batch_size=4"),
 ], ids=["no data", "indivisible", "too small"])  # fmt: skip
 def test_data_that_cannot_be_addressed_is_an_error_that_names_value_and_remedy(dataloader, error, message):
     with pytest.raises(error, match=message):
@@ -350,11 +341,11 @@ def test_data_that_cannot_be_addressed_is_an_error_that_names_value_and_remedy(d
 
 
 def test_the_check_before_the_start_needs_no_worker():
-    check_dataloader(DataLoader(Numbers(8), batch_size=4), 2)
+    check_dataloader(td.DataLoader(Numbers(8), batch_size=4), 2)
     with pytest.raises(ConfigurationError, match="multiple of 3"):
-        check_dataloader(DataLoader(Numbers(8), batch_size=4), 3)
+        check_dataloader(td.DataLoader(Numbers(8), batch_size=4), 3)
     with pytest.raises(ConfigurationError, match=r"num_microbatches=3, the default where data modules"):
-        check_dataloader(DataLoader(Numbers(8), batch_size=4), 3, by_default=True)
+        check_dataloader(td.DataLoader(Numbers(8), batch_size=4), 3, by_default=True)
 
 
 # ---------------------------------------------------------------------- processes
@@ -362,7 +353,7 @@ def test_the_check_before_the_start_needs_no_worker():
 
 def print_readers() -> None:
     """A worker whose data two processes read: prints their numbers, and goes on."""
-    loader = MicrobatchLoader(DataLoader(WhoRead(64), batch_size=4, num_workers=2), Grid(1, 1, 2), 0, 0)
+    loader = MicrobatchLoader(td.DataLoader(WhoRead(64), batch_size=4, num_workers=2), Grid(1, 1, 2), 0, 0)
     readers = {pid for m in range(2) for pid in loader.fetch(StepHandle(loader, 0, 0), Microbatch(0, m)).tolist()}
     print(*readers, flush=True)
     time.sleep(60)
@@ -403,11 +394,11 @@ def test_a_handle_reads_the_whole_global_batch_when_somebody_looks():
 
 
 def test_the_last_batch_of_an_evaluation_counts_the_samples_that_it_has():
-    data = DataLoader(Numbers(11), batch_size=4)
+    data = td.DataLoader(Numbers(11), batch_size=4)
     source = MicrobatchLoader(data, Grid(2, 1, 2), 0, SEED, evaluation=True)
     assert [handle.num_samples for handle in source] == [8, 3]
     dropping = MicrobatchLoader(
-        DataLoader(Numbers(11), batch_size=4, drop_last=True), Grid(2, 1, 2), 0, SEED, evaluation=True
+        td.DataLoader(Numbers(11), batch_size=4, drop_last=True), Grid(2, 1, 2), 0, SEED, evaluation=True
     )
     assert [handle.num_samples for handle in dropping] == [8]
 
@@ -422,7 +413,7 @@ def test_the_last_batch_of_an_evaluation_counts_the_samples_that_it_has():
     ],
 )
 def test_a_training_says_which_samples_it_leaves_out(size, drop_last, evaluation, left_out):
-    data = DataLoader(Numbers(size), batch_size=4, drop_last=drop_last)
+    data = td.DataLoader(Numbers(size), batch_size=4, drop_last=drop_last)
     assert MicrobatchLoader(data, Grid(2, 1, 2), 0, SEED, prefetch=False, evaluation=evaluation).left_out == left_out
 
 
@@ -440,7 +431,7 @@ def test_prepare_gets_a_seed_that_belongs_to_the_microbatch():
 # ---------------------------------------------------------------------- a DistributedSampler
 
 
-class Backwards(DistributedSampler[int]):
+class Backwards(td.DistributedSampler[int]):
     """A user's own, with another order."""
 
     def __iter__(self) -> Iterator[int]:
@@ -449,12 +440,12 @@ class Backwards(DistributedSampler[int]):
 
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("kind", [DistributedSampler, Backwards])
+@pytest.mark.parametrize("kind", [td.DistributedSampler, Backwards])
 @pytest.mark.parametrize("size", [32, 29])
 def test_each_pipeline_reads_what_its_replica_would(kind, shuffle, drop_last, size):
     samplers = [kind(Numbers(size), 2, rank, shuffle, seed=5, drop_last=drop_last) for rank in (0, 1)]
     loader = MicrobatchLoader(
-        DataLoader(samplers[0].dataset, batch_size=4, sampler=samplers[1]), Grid(2, 1, 2), 0, SEED, prefetch=False
+        td.DataLoader(samplers[0].dataset, batch_size=4, sampler=samplers[1]), Grid(2, 1, 2), 0, SEED, prefetch=False
     )
     assert len(loader) == len(samplers[0]) // 4
     for epoch in (0, 3):
@@ -468,14 +459,14 @@ def test_each_pipeline_reads_what_its_replica_would(kind, shuffle, drop_last, si
 
 @pytest.mark.parametrize(("drop_last", "read"), [(False, 29), (True, 28)])
 def test_an_evaluation_repeats_no_sample(drop_last, read):
-    sampler = DistributedSampler(Numbers(29), 4, 1, shuffle=False, drop_last=drop_last)
-    data = DataLoader(sampler.dataset, batch_size=4, sampler=sampler)
+    sampler = td.DistributedSampler(Numbers(29), 4, 1, shuffle=False, drop_last=drop_last)
+    data = td.DataLoader(sampler.dataset, batch_size=4, sampler=sampler)
     loader = MicrobatchLoader(data, Grid(2, 1, 2), 0, SEED, prefetch=False, evaluation=True)
     found = [int(i) for handle in loader for i in loader.read_batch(handle)]
     assert found == list(range(read))
 
 
-class ShufflesItself(IterableDataset[int]):
+class ShufflesItself(td.IterableDataset[int]):
     """As litdata's: with indices, and an order of its own in its iterator."""
 
     def __init__(self, shuffle: bool) -> None:
@@ -492,6 +483,6 @@ class ShufflesItself(IterableDataset[int]):
 
 
 def test_an_order_that_a_dataset_with_indices_would_lose_is_refused():
-    check_dataloader(DataLoader(ShufflesItself(shuffle=False), batch_size=4), 2)
+    check_dataloader(td.DataLoader(ShufflesItself(shuffle=False), batch_size=4), 2)
     with pytest.raises(UnsupportedFeatureError, match=r"ShufflesItself\(shuffle=True\).*Set shuffle=False"):
-        check_dataloader(DataLoader(ShufflesItself(shuffle=True), batch_size=4), 2)
+        check_dataloader(td.DataLoader(ShufflesItself(shuffle=True), batch_size=4), 2)

@@ -8,17 +8,7 @@ from typing import Any
 
 import pytest
 from hypothesis import Phase, event, given, settings
-from support.drawn_modules import (
-    EPOCHS,
-    STEPS,
-    DrawnModule,
-    OneProcess,
-    Recipe,
-    as_numbers,
-    kept_values,
-    loader,
-    recipes,
-)
+from support import drawn_modules as dm
 from support.growth import AwaitReplacement, rejoined
 from support.training import TOLERANCE, failures, grid_trainer, on_one_device
 
@@ -26,17 +16,17 @@ from lightning_recycle import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.callbacks import Fault
 
 
-def options(recipe: Recipe) -> dict[str, Any]:
+def options(recipe: dm.Recipe) -> dict[str, Any]:
     return {
-        "max_epochs": EPOCHS,
+        "max_epochs": dm.EPOCHS,
         "gradient_clip_val": recipe.clip,
         "accumulate_grad_batches": recipe.accumulate,
         "num_sanity_val_steps": 0,
     }
 
 
-def on_grid(recipe: Recipe) -> DrawnModule:
-    module, faults, callbacks = DrawnModule(recipe), [], []
+def on_grid(recipe: dm.Recipe) -> dm.DrawnModule:
+    module, faults, callbacks = dm.DrawnModule(recipe), [], []
     sizes: dict[str, Any] = {"num_microbatches": recipe.microbatches, "max_restarts": 0}
     if recipe.dies is not None:
         pipeline, stage, step = recipe.dies
@@ -44,20 +34,20 @@ def on_grid(recipe: Recipe) -> DrawnModule:
         if recipe.replaced:
             sizes["max_restarts"] = 10
             first = step + 2 if recipe.accumulate == 1 else step // recipe.accumulate + 1  # it counts optimizer steps
-            callbacks = [AwaitReplacement(range(first, STEPS))]
+            callbacks = [AwaitReplacement(range(first, dm.STEPS))]
     run = grid_trainer(2, recipe.stages, faults, sizes, callbacks=callbacks, **options(recipe))
-    run.fit(module, loader(2))
+    run.fit(module, dm.loader(2))
     assert len(failures(run)) == len(faults)
     assert len(rejoined(run)) == (len(faults) if recipe.replaced else 0)
     return module
 
 
-def differences(expected: DrawnModule, found: DrawnModule) -> dict[str, Any]:
+def differences(expected: dm.DrawnModule, found: dm.DrawnModule) -> dict[str, Any]:
     """What is not equal, by name."""
-    want = {**kept_values(expected), **dict(expected.named_parameters())}
-    got = {**kept_values(found), **dict(found.named_parameters())}
+    want = {**dm.kept_values(expected), **dict(expected.named_parameters())}
+    got = {**dm.kept_values(found), **dict(found.named_parameters())}
     assert want.keys() == got.keys(), want.keys() ^ got.keys()
-    pairs = {name: (as_numbers(value), as_numbers(got[name])) for name, value in want.items()}
+    pairs = {name: (dm.as_numbers(value), dm.as_numbers(got[name])) for name, value in want.items()}
     return {name: pair for name, pair in pairs.items() if not _are_close(*pair)}
 
 
@@ -72,13 +62,13 @@ def _are_close(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def one_process(recipe: Recipe) -> DrawnModule:
-    module = OneProcess(recipe)
-    on_one_device(**options(recipe)).fit(module, loader(1))
+def one_process(recipe: dm.Recipe) -> dm.DrawnModule:
+    module = dm.OneProcess(recipe)
+    on_one_device(**options(recipe)).fit(module, dm.loader(1))
     return module
 
 
-def check(recipe: Recipe) -> str:
+def check(recipe: dm.Recipe) -> str:
     """Whether a grid makes of ``recipe`` what one process does: the name of the refusal, or nothing."""
     try:
         found = on_grid(recipe)
@@ -93,11 +83,11 @@ def check(recipe: Recipe) -> str:
 def test_modules_drawn_at_random_train_as_in_one_process(number, most_refused):
     refused: Counter[str] = Counter()
 
-    def drawn(recipe: Recipe) -> None:
+    def drawn(recipe: dm.Recipe) -> None:
         if refusal := check(recipe):
             event(refusal)
             refused[refusal] += 1
 
     phases = [Phase.explicit, Phase.reuse, Phase.generate]  # an example takes seconds: no search for a smaller one
-    settings(max_examples=number, deadline=None, derandomize=True, phases=phases)(given(recipes())(drawn))()
+    settings(max_examples=number, deadline=None, derandomize=True, phases=phases)(given(dm.recipes())(drawn))()
     assert sum(refused.values()) <= most_refused, refused

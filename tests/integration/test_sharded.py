@@ -9,24 +9,9 @@ from typing import Any
 
 import lightning as L
 import pytest
+import sharded as sh
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging
-from sharded import (
-    BATCH,
-    BOTH,
-    FSDP,
-    TENSOR,
-    Kill,
-    KillTwo,
-    Ordinary,
-    Piped,
-    Waits,
-    dataset,
-    exact_fit,
-    fit,
-    make_parallel,
-    name,
-)
 from support.options import recycle_strategy
 from support.training import QUIET
 from torch import Tensor
@@ -43,14 +28,14 @@ STAGES, FSDP_STAGES = (2, 2, 2), (2, 2, 2, 1)
 PLACES = [(2, 1, 4), (7, 2, 3), (0, 0, 3)]
 
 
-class EachLayer(Ordinary):
+class EachLayer(sh.Ordinary):
     """Its layers are sharded, and not what is around them."""
 
     def configure_model(self) -> None:
-        make_parallel(self.model, self.device_mesh)
+        sh.make_parallel(self.model, self.device_mesh)
 
 
-class SequenceParallelBlocks(Ordinary):
+class SequenceParallelBlocks(sh.Ordinary):
     """The samples of a micro-batch are divided like positions of a sequence; the loss is a DTensor."""
 
     def configure_model(self) -> None:
@@ -71,56 +56,56 @@ class SequenceParallelBlocks(Ordinary):
 
 
 ALWAYS = [
-    (Ordinary, TENSOR, [], {}),
-    (Ordinary, TENSOR, [Kill(1, 1, 2)], {}),
-    (Ordinary, FSDP, [], {}),
-    (Ordinary, FSDP, [Kill(1, 1, 2)], {}),
-    (Ordinary, (1, 1, 4), [], {}),
-    (Piped, (1, 2, 2, 1), [], {}),  # two forwards of a root of FSDP2, which stays gathered, before a backward
+    (sh.Ordinary, sh.TENSOR, [], {}),
+    (sh.Ordinary, sh.TENSOR, [sh.Kill(1, 1, 2)], {}),
+    (sh.Ordinary, sh.FSDP, [], {}),
+    (sh.Ordinary, sh.FSDP, [sh.Kill(1, 1, 2)], {}),
+    (sh.Ordinary, (1, 1, 4), [], {}),
+    (sh.Piped, (1, 2, 2, 1), [], {}),  # two forwards of a root of FSDP2, which stays gathered, before a backward
 ]
 LONG: list[Any] = [
-    (Ordinary, TENSOR, [Kill(2, 1, 0)], {}),
-    (Ordinary, FSDP, [Kill(2, 1, 0)], {}),
-    (Ordinary, BOTH, [Kill(3, 1, 3)], {}),
-    (Ordinary, (2, 1, 4), [Kill(6, 1, 2)], {}),
-    (Ordinary, (3, 1, 2), [Kill(3, 2, 1)], {}),
-    (Piped, (1, 2, 2), [], {}),
-    (Piped, (1, 2, 2, 2), [], {}),
+    (sh.Ordinary, sh.TENSOR, [sh.Kill(2, 1, 0)], {}),
+    (sh.Ordinary, sh.FSDP, [sh.Kill(2, 1, 0)], {}),
+    (sh.Ordinary, sh.BOTH, [sh.Kill(3, 1, 3)], {}),
+    (sh.Ordinary, (2, 1, 4), [sh.Kill(6, 1, 2)], {}),
+    (sh.Ordinary, (3, 1, 2), [sh.Kill(3, 2, 1)], {}),
+    (sh.Piped, (1, 2, 2), [], {}),
+    (sh.Piped, (1, 2, 2, 2), [], {}),
     *(
-        (Piped, grid, [Kill(*place)], {})
+        (sh.Piped, grid, [sh.Kill(*place)], {})
         for grid in (STAGES, FSDP_STAGES)
         for place in ((2, 1, 4), (7, 2, 3), (0, 0, 3))
     ),
-    (Piped, STAGES, [Kill(1, 1, 3)], {"strategy": {"split_backward": True}}),
-    (Piped, FSDP_STAGES, [Kill(1, 1, 3)], {"strategy": {"split_backward": True}}),
-    (Ordinary, STAGES, [Kill(1, 1, 2)], {"strategy": {"layers": "model"}}),
-    (EachLayer, FSDP_STAGES, [Kill(1, 1, 2)], {"strategy": {"layers": "model"}}),
-    (Ordinary, TENSOR, [Kill(1, 2, 2)], {"accumulate_grad_batches": 2}),
-    (Ordinary, FSDP, [Kill(1, 2, 2)], {"accumulate_grad_batches": 2}),
-    *((Ordinary, grid, [Kill(3, 2, 1)], {"gradient_clip_val": 0.1}) for grid in (TENSOR, FSDP, BOTH)),
-    (Ordinary, TENSOR, [Kill(3, 2, 1)], {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}),
-    (Piped, STAGES, [Kill(0, 1, 5)], {"gradient_clip_val": 0.45}),  # speculative steps
-    (SequenceParallelBlocks, TENSOR, [Kill(2, 1, 2)], {}),
+    (sh.Piped, STAGES, [sh.Kill(1, 1, 3)], {"strategy": {"split_backward": True}}),
+    (sh.Piped, FSDP_STAGES, [sh.Kill(1, 1, 3)], {"strategy": {"split_backward": True}}),
+    (sh.Ordinary, STAGES, [sh.Kill(1, 1, 2)], {"strategy": {"layers": "model"}}),
+    (EachLayer, FSDP_STAGES, [sh.Kill(1, 1, 2)], {"strategy": {"layers": "model"}}),
+    (sh.Ordinary, sh.TENSOR, [sh.Kill(1, 2, 2)], {"accumulate_grad_batches": 2}),
+    (sh.Ordinary, sh.FSDP, [sh.Kill(1, 2, 2)], {"accumulate_grad_batches": 2}),
+    *((sh.Ordinary, grid, [sh.Kill(3, 2, 1)], {"gradient_clip_val": 0.1}) for grid in (sh.TENSOR, sh.FSDP, sh.BOTH)),
+    (sh.Ordinary, sh.TENSOR, [sh.Kill(3, 2, 1)], {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}),
+    (sh.Piped, STAGES, [sh.Kill(0, 1, 5)], {"gradient_clip_val": 0.45}),  # speculative steps
+    (SequenceParallelBlocks, sh.TENSOR, [sh.Kill(2, 1, 2)], {}),
 ]
 
 
 @pytest.mark.parametrize(
     ("module", "grid", "kills", "options"),
     [*ALWAYS, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)],
-    ids=name,
+    ids=sh.name,
 )
 def test_weights_equal_those_of_a_plain_loop_whichever_member_is_killed(module, grid, kills, options):
-    exact_fit(module(), grid, *kills, **options)
+    sh.exact_fit(module(), grid, *kills, **options)
 
 
-@pytest.mark.parametrize("grid", [TENSOR, pytest.param(FSDP, marks=pytest.mark.long)], ids=str)
+@pytest.mark.parametrize("grid", [sh.TENSOR, pytest.param(sh.FSDP, marks=pytest.mark.long)], ids=str)
 def test_a_replacement_gets_the_shards_of_its_column(grid):
     """Later the position from which it has its state is lost."""
     limits = {"max_steps": 20, "max_epochs": 9, "strategy": {"max_restarts": 4}}
-    exact_fit(Ordinary(), grid, Kill(1, 1, 2), Kill(2, 18, 1), Waits(2), **limits)
+    sh.exact_fit(sh.Ordinary(), grid, sh.Kill(1, 1, 2), sh.Kill(2, 18, 1), sh.Waits(2), **limits)
 
 
-class Hang(Kill):
+class Hang(sh.Kill):
     """The main thread never goes on; its heartbeats do."""
 
     def count(self, step: int, _: Op) -> None:
@@ -130,36 +115,36 @@ class Hang(Kill):
 
 @pytest.mark.long
 def test_a_member_that_hangs_is_told_from_its_sibling_that_waits_for_it(caplog):
-    exact_fit(Ordinary(), TENSOR, Hang(1, 2, 0), HeartbeatCallback(interval=0.2, timeout=2.0))
+    sh.exact_fit(sh.Ordinary(), sh.TENSOR, Hang(1, 2, 0), HeartbeatCallback(interval=0.2, timeout=2.0))
     assert "Worker (0, 0, 1) was lost" in caplog.text
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("grid", "kill"), [
-    ((1, 2, 2), Kill(3, 1, 2)),
-    (STAGES, KillTwo(2, 6, step=1, operation=2)),
-    (STAGES, KillTwo(2, 7, step=1, operation=2)),
+    ((1, 2, 2), sh.Kill(3, 1, 2)),
+    (STAGES, sh.KillTwo(2, 6, step=1, operation=2)),
+    (STAGES, sh.KillTwo(2, 7, step=1, operation=2)),
 ], ids=["without peers", "one column twice", "two columns"])  # fmt: skip
 def test_a_stage_is_lost_with_its_last_whole_position(grid, kill):
     with pytest.raises(StageLostError, match="stage 1"):
-        fit(Piped(), grid, kill)
+        sh.fit(sh.Piped(), grid, kill)
 
 
 @pytest.mark.parametrize(("module", "options", "expected"), [
-    (Ordinary(), {"devices": 3}, "multiple of 2"),
-    (Ordinary(), {"devices": 4, "strategy": {"pipeline_parallel_size": 4}}, "4 devices .* multiple of 8, or"),
-    (Ordinary(), {"strategy": {"verify": 0.1}}, "verify"),
-    (Ordinary(), {"callbacks": [StochasticWeightAveraging(0.1)]}, "StochasticWeightAveraging"),
-    (Ordinary(), {"callbacks": [FaultInjectionCallback([Fault("kill", 0, 0, 1, member=2)])]}, "one of 0 to 1"),
+    (sh.Ordinary(), {"devices": 3}, "multiple of 2"),
+    (sh.Ordinary(), {"devices": 4, "strategy": {"pipeline_parallel_size": 4}}, "4 devices .* multiple of 8, or"),
+    (sh.Ordinary(), {"strategy": {"verify": 0.1}}, "verify"),
+    (sh.Ordinary(), {"callbacks": [StochasticWeightAveraging(0.1)]}, "StochasticWeightAveraging"),
+    (sh.Ordinary(), {"callbacks": [FaultInjectionCallback([Fault("kill", 0, 0, 1, member=2)])]}, "one of 0 to 1"),
 ], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
 def test_what_is_not_supported_is_refused_before_a_worker_starts(module, options, expected):
     strategy = recycle_strategy(**{"tensor_parallel_size": 2, **options.pop("strategy", {})})
     trainer = L.Trainer(accelerator="cpu", strategy=strategy, **{"devices": 2, "max_steps": 1, **QUIET, **options})
     with pytest.raises((UnsupportedFeatureError, ConfigurationError), match=expected):
-        trainer.fit(module, DataLoader(dataset(), batch_size=BATCH))
+        trainer.fit(module, DataLoader(sh.dataset(), batch_size=sh.BATCH))
 
 
-class Idle(Ordinary):
+class Idle(sh.Ordinary):
     """Each process of a position does all of the work."""
 
     def configure_model(self) -> None:
@@ -169,7 +154,7 @@ class Idle(Ordinary):
         return (self.model(batch[0]) - batch[1]).square().mean()
 
 
-class Misnamed(Ordinary):
+class Misnamed(sh.Ordinary):
     def configure_model(self) -> None:
         parallelize_module(self.model, self.device_mesh["tensor_parallel"], {"0.upp": ColwiseParallel()})
 
@@ -177,13 +162,13 @@ class Misnamed(Ordinary):
 @pytest.mark.long
 def test_a_plan_that_names_no_module_is_an_error_and_an_idle_mesh_a_warning(capfd):
     with pytest.raises(ConfigurationError, match=r"its plan names 'upp'"):
-        fit(Misnamed(), (1, 1, 2))
+        sh.fit(Misnamed(), (1, 1, 2))
     forkserver._forkserver._stop()  # workers write to where stderr was when it started
-    exact_fit(Idle(), (1, 1, 2))
+    sh.exact_fit(Idle(), (1, 1, 2))
     assert "2 processes of each position do the same work" in capfd.readouterr().err
 
 
-class Metered(Ordinary):
+class Metered(sh.Ordinary):
     """Counts its samples with torchmetrics."""
 
     def __init__(self) -> None:
@@ -196,11 +181,11 @@ class Metered(Ordinary):
 
 
 def test_the_members_of_a_position_are_no_replicas_for_metrics():
-    trainer = fit(Metered(), TENSOR, validates=True, val_check_interval=4)
-    assert float(trainer.callback_metrics["samples"]) == len(dataset())
+    trainer = sh.fit(Metered(), sh.TENSOR, validates=True, val_check_interval=4)
+    assert float(trainer.callback_metrics["samples"]) == len(sh.dataset())
 
 
-class KeepsItsMesh(Ordinary):
+class KeepsItsMesh(sh.Ordinary):
     """In an attribute, and a sharded average of its weights in another one."""
 
     def configure_model(self) -> None:
@@ -217,5 +202,5 @@ class KeepsItsMesh(Ordinary):
 @pytest.mark.long
 def test_meshes_and_sharded_tensors_in_attributes_travel_to_replacements_and_stay_in_the_workers():
     module = KeepsItsMesh()
-    exact_fit(module, TENSOR, Kill(1, 1, 2), Waits(2), max_steps=8, strategy={"max_restarts": 4})
+    sh.exact_fit(module, sh.TENSOR, sh.Kill(1, 1, 2), sh.Waits(2), max_steps=8, strategy={"max_restarts": 4})
     assert not hasattr(module, "mesh")

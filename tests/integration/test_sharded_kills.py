@@ -11,29 +11,9 @@ from typing import Any
 
 import lightning as L
 import pytest
+import sharded as sh
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from sharded import (
-    BOTH,
-    FSDP,
-    STEPS,
-    TENSOR,
-    AtCollective,
-    AtHook,
-    AtPoint,
-    Kill,
-    KillTwo,
-    Ordinary,
-    Piped,
-    Victim,
-    Waits,
-    die,
-    exact_fit,
-    fit,
-    name,
-    parts_of,
-    plain_loop,
-)
 from support.sampling import sampled
 from support.training import TOLERANCE
 
@@ -42,7 +22,7 @@ COLLECTIVES = {1: 9, 2: 5}
 
 
 def every_collective() -> list[Any]:
-    places = itertools.product((1, 2), (0, 1, 2, 3), range(STEPS), ("before", "after"))
+    places = itertools.product((1, 2), (0, 1, 2, 3), range(sh.STEPS), ("before", "after"))
     return [
         (stages, rank, step, number, when)
         for stages, rank, step, when in places
@@ -52,19 +32,19 @@ def every_collective() -> list[Any]:
 
 @pytest.mark.parametrize("stages", COLLECTIVES)
 def test_the_matrix_holds_every_collective(stages, tmp_path):
-    fit(Piped(), (2, stages, 2), AtCollective(1, 1, None, report=tmp_path / "seen"))
+    sh.fit(sh.Piped(), (2, stages, 2), sh.AtCollective(1, 1, None, report=tmp_path / "seen"))
     assert int((tmp_path / "seen").read_text()) == COLLECTIVES[stages]
 
 
 @pytest.mark.parametrize(("stages", "rank", "step", "number", "when"), sampled(every_collective(), 2))
 def test_a_kill_at_a_collective_of_the_layers(stages, rank, step, number, when):
-    exact_fit(Piped(), (2, stages, 2), AtCollective(rank, step, number, when))
+    sh.exact_fit(sh.Piped(), (2, stages, 2), sh.AtCollective(rank, step, number, when))
 
 
 # ---------------------------------------------------------------------- outside of steps
 
 
-class WhileReleased(Victim):
+class WhileReleased(sh.Victim):
     """Dies when it is out of the roster."""
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -74,19 +54,23 @@ class WhileReleased(Victim):
     def _watch(self, strategy: Any) -> None:
         while self.rank in strategy.live_workers:
             time.sleep(0.001)
-        die()
+        sh.die()
 
 
-STARTS = [AtHook(1, "setup"), AtHook(2, "on_fit_start"), AtHook(3, "on_train_start")]
-IN_VALIDATION = [AtHook(1, "on_validation_batch_start", 3), AtHook(0, "on_validation_batch_end", 5)]
-IN_CHECKPOINT = [AtPoint(0, "checkpoint", 2), AtHook(3, "on_save_checkpoint"), AtHook(0, "on_save_checkpoint", 1)]
-LATER = [AtPoint(1, "end", STEPS), AtPoint(0, "validation", 2)]
+STARTS = [sh.AtHook(1, "setup"), sh.AtHook(2, "on_fit_start"), sh.AtHook(3, "on_train_start")]
+IN_VALIDATION = [sh.AtHook(1, "on_validation_batch_start", 3), sh.AtHook(0, "on_validation_batch_end", 5)]
+IN_CHECKPOINT = [
+    sh.AtPoint(0, "checkpoint", 2),
+    sh.AtHook(3, "on_save_checkpoint"),
+    sh.AtHook(0, "on_save_checkpoint", 1),
+]
+LATER = [sh.AtPoint(1, "end", sh.STEPS), sh.AtPoint(0, "validation", 2)]
 TWICE = [
-    ([Kill(1, 1, 1), WhileReleased(0)], 1),
-    ([KillTwo(0, 1, step=1, operation=2)], 1),
-    ([KillTwo(1, 2, step=2, operation=1)], 2),
-    ([Kill(0, 1, 2), Kill(3, 1, 3)], 2),
-    ([Kill(2, 1, 2), Kill(1, 2, 1)], 2),
+    ([sh.Kill(1, 1, 1), WhileReleased(0)], 1),
+    ([sh.KillTwo(0, 1, step=1, operation=2)], 1),
+    ([sh.KillTwo(1, 2, step=2, operation=1)], 2),
+    ([sh.Kill(0, 1, 2), sh.Kill(3, 1, 3)], 2),
+    ([sh.Kill(2, 1, 2), sh.Kill(1, 2, 1)], 2),
 ]
 """With the failures that are counted: a member that is released leaves nothing that could fail."""
 
@@ -95,39 +79,41 @@ OUTSIDE = [*STARTS, *IN_VALIDATION, *IN_CHECKPOINT, *LATER]
 
 
 @pytest.mark.parametrize(("victim", "grid"), [
-    *sampled([(victim, TENSOR) for victim in OUTSIDE], 2, rest=pytest.mark.long),
-    *(pytest.param(victim, FSDP, marks=pytest.mark.long) for victim in OUTSIDE),
-    *(pytest.param(victim, BOTH, marks=pytest.mark.exhaustive) for victim in OUTSIDE),
-], ids=name)  # fmt: skip
+    *sampled([(victim, sh.TENSOR) for victim in OUTSIDE], 2, rest=pytest.mark.long),
+    *(pytest.param(victim, sh.FSDP, marks=pytest.mark.long) for victim in OUTSIDE),
+    *(pytest.param(victim, sh.BOTH, marks=pytest.mark.exhaustive) for victim in OUTSIDE),
+], ids=sh.name)  # fmt: skip
 def test_a_kill_outside_of_steps(victim, grid, tmp_path):
     """Checkpoints that are to be written in the background are waited for."""
     keep = ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=2, save_last=True)
     checks = {"enable_checkpointing": True, "validates": True, "val_check_interval": 2}
-    exact_fit(Ordinary(), grid, keep, victim, **checks, strategy={"background": grid != TENSOR})
-    expected = plain_loop(parts_of(grid))
+    sh.exact_fit(sh.Ordinary(), grid, keep, victim, **checks, strategy={"background": grid != sh.TENSOR})
+    expected = sh.plain_loop(sh.parts_of(grid))
     stored = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]
     assert max(float((stored[f"model.{n}"] - p).abs().max()) for n, p in expected.named_parameters()) < TOLERANCE
 
 
-OF_FOUR = [([KillTwo(4, 7, step=0, operation=2)], 1), ([Kill(2, 1, 1), WhileReleased(3)], 1)]
+OF_FOUR = [([sh.KillTwo(4, 7, step=0, operation=2)], 1), ([sh.Kill(2, 1, 1), WhileReleased(3)], 1)]
 """Of positions of two shards and two processes of tensor parallelism."""
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("grid", "victims", "losses"),
-    [*((grid, *case) for grid in ((3, 1, 2), (3, 1, 2, 1)) for case in TWICE), *((BOTH, *case) for case in OF_FOUR)],
-    ids=name,
+    [*((grid, *case) for grid in ((3, 1, 2), (3, 1, 2, 1)) for case in TWICE), *((sh.BOTH, *case) for case in OF_FOUR)],
+    ids=sh.name,
 )
 def test_two_kills(grid, victims, losses):
-    exact_fit(Ordinary(), grid, *victims, losses=losses)
+    sh.exact_fit(sh.Ordinary(), grid, *victims, losses=losses)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("grid", [(3, 1, 2), pytest.param((3, 1, 2, 1), marks=pytest.mark.exhaustive)], ids=str)
 @pytest.mark.parametrize(
-    ("victims", "losses"), [([victim], 1) for victim in [*STARTS, *IN_VALIDATION]] + TWICE, ids=name
+    ("victims", "losses"), [([victim], 1) for victim in [*STARTS, *IN_VALIDATION]] + TWICE, ids=sh.name
 )
 def test_members_are_replaced_after_it(victims, losses, grid):
     checks = {"validates": True, "val_check_interval": 2, "max_epochs": 9, "max_steps": 16}
-    exact_fit(Ordinary(), grid, *victims, Waits(4, of=6), losses=losses, strategy={"max_restarts": 8}, **checks)
+    sh.exact_fit(
+        sh.Ordinary(), grid, *victims, sh.Waits(4, of=6), losses=losses, strategy={"max_restarts": 8}, **checks
+    )

@@ -7,17 +7,9 @@ import pytest
 from lightning_recycle import simulation as sim
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import HeuristicPlanner, Problem, Technique, Worker, normalize, normalized_failures
+from lightning_recycle.simulation import published_policies as published
 from lightning_recycle.simulation.policies import WorkerPlacement, assemble_teams, fresh, place
 from lightning_recycle.simulation.policy import Context
-from lightning_recycle.simulation.published_policies import (
-    cut,
-    iteration_estimate,
-    least_nodes,
-    morph,
-    pipelines_step,
-    share_batch,
-    stage_ranges,
-)
 
 # Checkpoints, and the parts of a recovery that grow with the number of workers, have tests of their own.
 AT_ONCE = {"agreement": 0.0, "lookup": 0.0, "connect": 0.0, "checkpoint": "memory"}
@@ -219,29 +211,29 @@ def test_bamboo_cannot_lose_two_neighbours():
 @pytest.mark.parametrize("units", [8, 28, 80])
 @pytest.mark.parametrize("stages", [1, 2, 3, 5, 8])
 def test_templates_are_as_even_as_can_be(units, stages):
-    parts = cut(units, stages)
+    parts = published.cut(units, stages)
     assert (sum(parts), len(parts)) == (units, stages)
     assert max(parts) == -(-units // stages)
-    assert stage_ranges(parts)[-1][1] == units
+    assert published.stage_ranges(parts)[-1][1] == units
 
 
 def test_the_estimate_is_ooblecks_formula():
     # The slowest is stage 1: T1 = 9, T2 = (2 * 3 + 1 + 1) * 4, T3 = 4 + 3.
-    assert iteration_estimate((2.0, 4.0, 3.0)) == 9 + 8 * 4 + 7
+    assert published.iteration_estimate((2.0, 4.0, 3.0)) == 9 + 8 * 4 + 7
 
 
 def test_batches_are_shared_by_speed():
-    assert share_batch(128, (1.0,) * 8) == (16,) * 8
-    shares = share_batch(128, (1.0, 1.0, 0.75))
+    assert published.share_batch(128, (1.0,) * 8) == (16,) * 8
+    shares = published.share_batch(128, (1.0, 1.0, 0.75))
     assert sum(shares) == 128
     assert shares == pytest.approx((46.5, 46.5, 34.9), abs=1)
-    assert share_batch(3, (1.0, 1.0, 0.001)) == (1, 1, 1)
+    assert published.share_batch(3, (1.0, 1.0, 0.001)) == (1, 1, 1)
 
 
 def test_least_nodes_follow_from_memory():
-    assert [least_nodes(model, 6.0) for model in (MEDIUM, MIDDLE, LARGE)] == [1, 2, 4]
+    assert [published.least_nodes(model, 6.0) for model in (MEDIUM, MIDDLE, LARGE)] == [1, 2, 4]
     tiny = replace(MEDIUM, gpu=sim.Gpu("tiny", 312e12, 1e9, 1e12), throughput=None)
-    assert least_nodes(tiny, 6.0) is None
+    assert published.least_nodes(tiny, 6.0) is None
 
 
 def test_oobleck_shrinks_borrows_and_merges():
@@ -259,10 +251,10 @@ def test_oobleck_shrinks_borrows_and_merges():
 def test_uneven_pipelines_are_as_slow_as_their_slowest():
     shapes = ((8, 8, 8, 8), (8, 8, 8, 7), (8, 8, 8, 4), (8, 8, 8))
     for schedule in ("1f1b", "planned"):
-        seconds = [pipelines_step(LARGE, sizes, schedule, 0).period for sizes in shapes]
+        seconds = [published.pipelines_step(LARGE, sizes, schedule, 0).period for sizes in shapes]
         assert seconds == sorted(seconds)
         assert len(set(seconds)) == 4
-    assert pipelines_step(LARGE, (8, 8, 8, 8)).period == pytest.approx(LARGE.fault_free_seconds())
+    assert published.pipelines_step(LARGE, (8, 8, 8, 8)).period == pytest.approx(LARGE.fault_free_seconds())
 
 
 # -- Varuna -----------------------------------------------------------------------------------------------------------
@@ -270,18 +262,18 @@ def test_uneven_pipelines_are_as_slow_as_their_slowest():
 
 def test_varuna_takes_the_fastest_depth_that_fits():
     model = replace(LARGE, recompute=True, throughput=None)
-    layout = morph(model, 32)
+    layout = published.morph(model, 32)
     assert layout is not None
     pipelines, depth, size, seconds = layout
     assert model.transformer.layers % depth == 0
     assert (pipelines, size) == (32 // depth, 1)
-    fewer = morph(model, 31)
+    fewer = published.morph(model, 31)
     assert fewer is not None
     assert seconds < fewer[3]
-    planned = morph(model, 32, "planned", 0)
+    planned = published.morph(model, 32, "planned", 0)
     assert planned is not None
     assert (planned[:3], planned[3] < seconds) == (layout[:3], True)
-    assert morph(replace(model, gpu=sim.Gpu("tiny", 312e12, 1e9, 1e12)), 32) is None
+    assert published.morph(replace(model, gpu=sim.Gpu("tiny", 312e12, 1e9, 1e12)), 32) is None
 
 
 def test_varuna_relaunches_from_a_checkpoint_with_the_same_batch():
