@@ -55,23 +55,20 @@ def test_every_option_is_described_where_it_is_defined(kind):
         assert f"\n        {item.name}: " in (kind.__doc__ or "")
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"max_restarts": 3}, r"\(max_restarts=3\): write recovery=RecoveryOptions\(max_restarts=3\)\.$"),
-        ({"verify": 0.1}, r"write verification=VerificationOptions\(verify=0\.1\)"),
-        ({"max_restart": 3}, r"no such option. Did you mean recovery=RecoveryOptions\(max_restarts=3\)\?$"),
-        ({"num_microbatch": 3}, r"\(num_microbatch=3\): .* Did you mean num_microbatches=3\?$"),
-        ({"layer": "model.blocks"}, "Did you mean layers='model.blocks'"),
-        ({"num_stages": 2}, r"no such option\. Write pipeline_parallel_size=2\.$"),
-        ({"pipelines": 2}, r"devices \* num_nodes = pipelines \* pipeline_parallel_size\.$"),
-        ({"precision": "bf16"}, r"Give the Trainer precision='bf16'\.$"),
-        ({"micro_batch_size": 2}, r"num_microbatches=N, for micro-batches of batch_size / N samples\.$"),
-        ({"timeout": 5.0}, r"HeartbeatCallback\(timeout=5\.0\)"),
-        ({"on_stage_los": 2}, r"no such option\. There are"),  # on_stage_lost does not take a number
-        ({"zzz": 3}, "There are pipeline_parallel_size, num_microbatches, tensor_parallel_size, fsdp_size, layers, "),
-    ],
-)
+@pytest.mark.parametrize(("options", "words"), [
+    ({"max_restarts": 3}, r"\(max_restarts=3\): write recovery=RecoveryOptions\(max_restarts=3\)\.$"),
+    ({"verify": 0.1}, r"write verification=VerificationOptions\(verify=0\.1\)"),
+    ({"max_restart": 3}, r"no such option. Did you mean recovery=RecoveryOptions\(max_restarts=3\)\?$"),
+    ({"num_microbatch": 3}, r"\(num_microbatch=3\): .* Did you mean num_microbatches=3\?$"),
+    ({"layer": "model.blocks"}, "Did you mean layers='model.blocks'"),
+    ({"num_stages": 2}, r"no such option\. Write pipeline_parallel_size=2\.$"),
+    ({"pipelines": 2}, r"devices \* num_nodes = pipelines \* pipeline_parallel_size\.$"),
+    ({"precision": "bf16"}, r"Give the Trainer precision='bf16'\.$"),
+    ({"micro_batch_size": 2}, r"num_microbatches=N, for micro-batches of batch_size / N samples\.$"),
+    ({"timeout": 5.0}, r"HeartbeatCallback\(timeout=5\.0\)"),
+    ({"on_stage_los": 2}, r"no such option\. There are"),  # on_stage_lost does not take a number
+    ({"zzz": 3}, "There are pipeline_parallel_size, num_microbatches, tensor_parallel_size, fsdp_size, layers, "),
+])  # fmt: skip
 def test_a_name_that_does_not_exist_is_answered_with_the_nearest_that_does(options, words):
     with pytest.raises(ConfigurationError, match=words):
         ReCycleStrategy(**options)
@@ -155,13 +152,10 @@ def test_options_come_from_the_command_line_of_lightning():
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(ReCycleStrategy, "strategy")
     given = [
-        "--strategy.pipeline_parallel_size=2",
-        "--strategy.recovery.max_restarts=3",
-        "--strategy.planning.partition=[3, 5]",
-        "--strategy.planning.memory=4 micro-batches",
-        "--strategy.checkpoints.save_on_signal=true",
-        "--strategy.monitoring.status=127.0.0.1:8080",
-    ]
+        "--strategy.pipeline_parallel_size=2", "--strategy.recovery.max_restarts=3",
+        "--strategy.planning.partition=[3, 5]", "--strategy.planning.memory=4 micro-batches",
+        "--strategy.checkpoints.save_on_signal=true", "--strategy.monitoring.status=127.0.0.1:8080",
+    ]  # fmt: skip
     strategy = parser.instantiate_classes(parser.parse_args(given)).strategy
     assert strategy.pipeline_parallel_size == 2
     assert strategy.recovery.max_restarts == 3
@@ -170,13 +164,10 @@ def test_options_come_from_the_command_line_of_lightning():
     assert strategy.monitoring.status == "127.0.0.1:8080"
 
 
-@pytest.mark.parametrize(
-    ("module", "option", "words"),
-    [
-        ("mip", {"planning": {"planner": "highs"}}, r"planner 'highs' needs the package mip: pip install '\.\[milp\]'"),
-        ("ray", {"engine": "ray"}, r"engine='ray'\) needs the package ray: pip install '\.\[ray\]'"),
-    ],
-)
+@pytest.mark.parametrize(("module", "option", "words"), [
+    ("mip", {"planning": {"planner": "highs"}}, r"planner 'highs' needs the package mip: pip install '\.\[milp\]'"),
+    ("ray", {"engine": "ray"}, r"engine='ray'\) needs the package ray: pip install '\.\[ray\]'"),
+])  # fmt: skip
 def test_a_missing_extra_is_named_when_the_option_is_made(module, option, words, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *args: None if name == module else find(name, *args))

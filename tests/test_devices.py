@@ -21,15 +21,12 @@ def test_no_module_but_one_and_the_nccl_transport_names_a_kind_of_accelerator():
     assert {name for name in names if not name.startswith("runtime/nccl/")} == {"devices.py"}
 
 
-@pytest.mark.parametrize(
-    ("kind", "given", "needs"),
-    [
-        ("cpu", None, {"CPU": 1.0}),
-        ("cuda", None, {"CPU": 1.0, "GPU": 1.0}),
-        ("xpu", {"CPU": 4.0}, {"CPU": 4.0, "GPU": 1.0}),
-        ("hpu", {"HPU": 0.5, "node:a": 0.1}, {"CPU": 1.0, "HPU": 0.5, "node:a": 0.1}),
-        ("privateuseone", {"NPU": 1.0, "GPU": 0.0}, {"CPU": 1.0, "NPU": 1.0, "GPU": 0.0}),
-    ],
-)
+@pytest.mark.parametrize(("kind", "given", "needs"), [
+    ("cpu", None, {"CPU": 1.0}),
+    ("cuda", None, {"CPU": 1.0, "GPU": 1.0}),
+    ("xpu", {"CPU": 4.0}, {"CPU": 4.0, "GPU": 1.0}),
+    ("hpu", {"HPU": 0.5, "node:a": 0.1}, {"CPU": 1.0, "HPU": 0.5, "node:a": 0.1}),
+    ("privateuseone", {"NPU": 1.0, "GPU": 0.0}, {"CPU": 1.0, "NPU": 1.0, "GPU": 0.0}),
+])  # fmt: skip
 def test_a_worker_reserves_a_device_of_its_kind_on_ray(kind, given, needs):
     assert needs_of_worker(ray_resource(torch.device(kind)), given) == needs

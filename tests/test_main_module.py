@@ -18,19 +18,16 @@ import pytest
 from lightning_recycle.pickling import MainModule, MainPickler, dumps, import_of_main, read_script
 
 
-@pytest.mark.parametrize(
-    ("script", "expected"),
-    [
-        ("class A: pass\nprint(A)", MainModule(imported=False)),
-        ("class A: pass\nif __name__ == '__main__':\n    print(A)", MainModule(imported=True)),
-        ("if '__main__' == __name__:\n    class A: pass", MainModule(True, frozenset({"A"}))),
-        ("if __name__ == '__main__' and True:\n    for x in []:\n        def f(): y = 1", MainModule(True, {"x", "f"})),
-        ("if True: A = 1\nif __name__ == '__main__':\n    A = B = 2", MainModule(True, frozenset({"B"}))),
-        ("def main():\n    if __name__ == '__main__': pass\nmain()", MainModule(imported=False)),
-        ("print('__main__', __name__)", MainModule(imported=False)),
-        ("", MainModule(imported=False)),
-    ],
-)
+@pytest.mark.parametrize(("script", "expected"), [
+    ("class A: pass\nprint(A)", MainModule(imported=False)),
+    ("class A: pass\nif __name__ == '__main__':\n    print(A)", MainModule(imported=True)),
+    ("if '__main__' == __name__:\n    class A: pass", MainModule(True, frozenset({"A"}))),
+    ("if __name__ == '__main__' and True:\n    for x in []:\n        def f(): y = 1", MainModule(True, {"x", "f"})),
+    ("if True: A = 1\nif __name__ == '__main__':\n    A = B = 2", MainModule(True, frozenset({"B"}))),
+    ("def main():\n    if __name__ == '__main__': pass\nmain()", MainModule(imported=False)),
+    ("print('__main__', __name__)", MainModule(imported=False)),
+    ("", MainModule(imported=False)),
+])  # fmt: skip
 def test_a_script_is_imported_if_it_has_a_guard_and_what_is_under_it_is_not_found(script, expected):
     assert read_script(script) == expected
 

@@ -305,20 +305,17 @@ def test_every_nth_product_is_wrong_in_forward_and_backward():
     assert torch.allclose(grad, right_grad)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({}, ["target=None", "'activation'"]),
-        ({"target": "heart"}, ["'heart'", "'gradient'"]),
-        ({"target": "parameter", "bit": -1}, ["bit=-1"]),
-        ({"target": "parameter", "every": 2}, ["every=2", "matmul"]),
-        ({"target": "matmul"}, ["every=None"]),
-        ({"target": "matmul", "every": 0}, ["every=0"]),
-        ({"target": "activation", "at": "reduce"}, ["at='forward'"]),
-        ({"target": "gradient"}, ["at='backward_weight', when='after'"]),
-        ({"target": "parameter", "at": "end"}, ["'end' is a point"]),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "words"), [
+    ({}, ["target=None", "'activation'"]),
+    ({"target": "heart"}, ["'heart'", "'gradient'"]),
+    ({"target": "parameter", "bit": -1}, ["bit=-1"]),
+    ({"target": "parameter", "every": 2}, ["every=2", "matmul"]),
+    ({"target": "matmul"}, ["every=None"]),
+    ({"target": "matmul", "every": 0}, ["every=0"]),
+    ({"target": "activation", "at": "reduce"}, ["at='forward'"]),
+    ({"target": "gradient"}, ["at='backward_weight', when='after'"]),
+    ({"target": "parameter", "at": "end"}, ["'end' is a point"]),
+])  # fmt: skip
 def test_what_makes_no_sense_is_refused(arguments, words):
     with pytest.raises(ConfigurationError) as error:
         Fault("bitflip", 0, 0, 1, **arguments)

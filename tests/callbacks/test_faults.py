@@ -22,16 +22,13 @@ F, B, W, BW = OpKind.FORWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT, OpK
 REDUCE, STEP = OpKind.REDUCE, OpKind.STEP
 
 
-@pytest.mark.parametrize(
-    ("at", "due"),
-    [
-        ("forward", {F}),
-        ("backward_input", {B, BW}),
-        ("backward_weight", {W, BW}),
-        ("reduce", {REDUCE}),
-        ("optimizer", {STEP}),
-    ],
-)
+@pytest.mark.parametrize(("at", "due"), [
+    ("forward", {F}),
+    ("backward_input", {B, BW}),
+    ("backward_weight", {W, BW}),
+    ("reduce", {REDUCE}),
+    ("optimizer", {STEP}),
+])  # fmt: skip
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_fault_is_due_at_its_kind_of_operation_only(at, due, when):
     fault = Fault("kill", 0, 1, 3, at=at, when=when)
@@ -84,38 +81,35 @@ def test_a_fault_is_shown_without_its_defaults():
     assert str(Fault("kill", 1, 0, at="setup")) == "Fault(kind='kill', pipeline=1, stage=0, at='setup')"
 
 
-@pytest.mark.parametrize(
-    ("build", "words"),
-    [
-        (lambda: Fault("murder", 0, 0, 1), ["'murder'", "'kill'", "'preempt'"]),
-        (lambda: Fault("kill", 0, 0, 1, at="lunch"), ["'lunch'", "'forward'", "'checkpoint'"]),
-        (lambda: Fault("kill", 0, 0, 1, at="foward"), ["'foward'", "Did you mean 'forward'?"]),
-        (lambda: Fault("kill", 0, 0, 1, when="during"), ["when='during'", "'before'"]),
-        (lambda: Fault("kill", step=3), ["Fault('kill', step=3)", "give pipeline, stage too"]),
-        (lambda: Fault("kil", step=3), ["Fault(kind='kil')", "Did you mean 'kill'?"]),
-        (lambda: Fault("kill", stage="0", step=3), ["Fault(stage='0')", "at least 0"]),
-        (lambda: Fault("kill", 0, 0, stp=3), ["stp=3", "Did you mean step=3?"]),
-        (lambda: Fault("kill", -1, 0, 1), ["pipeline=-1", "at least 0"]),
-        (lambda: Fault("kill", 0, True, 1), ["stage=True", "at least 0"]),
-        (lambda: Fault("kill", 0, 0, -1), ["step=-1", "at least 0"]),
-        (lambda: Fault("kill", 0, 0, 1.0), ["step=1.0", "integer"]),
-        (lambda: Fault("kill", 0, 0, 1, microbatch=-2), ["microbatch=-2", "at least 0"]),
-        (lambda: Fault("kill", 0, 0), ["'forward'", "give step"]),
-        (lambda: Fault("kill", 0, 0, at="reduce"), ["'reduce'", "give step"]),
-        (lambda: Fault("kill", 0, 0, 1, at="reduce", microbatch=1), ["'reduce'", "leave microbatch out"]),
-        (lambda: Fault("kill", 0, 0, 1, at="optimizer", microbatch=1), ["'optimizer'", "leave microbatch out"]),
-        (lambda: Fault("kill", 0, 0, at="validation", microbatch=0), ["'validation'", "leave microbatch out"]),
-        (lambda: Fault("kill", 0, 0, at="setup", when="after"), ["'setup'", "leave when out"]),
-        (lambda: Fault("kill", 0, 0, 1, factor=2.0), ["'kill'", "factor"]),
-        (lambda: Fault("preempt", 0, 0, 1, steps=2), ["'preempt'", "steps"]),
-        (lambda: Fault("slow", 0, 0, 1), ["factor=None", "factor=3.0"]),
-        (lambda: Fault("slow", 0, 0, 1, factor=1.0, steps=2), ["factor=1.0"]),
-        (lambda: Fault("slow", 0, 0, 1, factor=float("nan"), steps=2), ["factor=nan"]),
-        (lambda: Fault("slow", 0, 0, 1, factor=2.0), ["steps=None", "steps=2"]),
-        (lambda: Fault("slow", 0, 0, 1, factor=2.0, steps=0), ["steps=0"]),
-        (lambda: Fault("slow", 0, 0, at="end", factor=2.0, steps=1), ["end", "another point"]),
-    ],
-)
+@pytest.mark.parametrize(("build", "words"), [
+    (lambda: Fault("murder", 0, 0, 1), ["'murder'", "'kill'", "'preempt'"]),
+    (lambda: Fault("kill", 0, 0, 1, at="lunch"), ["'lunch'", "'forward'", "'checkpoint'"]),
+    (lambda: Fault("kill", 0, 0, 1, at="foward"), ["'foward'", "Did you mean 'forward'?"]),
+    (lambda: Fault("kill", 0, 0, 1, when="during"), ["when='during'", "'before'"]),
+    (lambda: Fault("kill", step=3), ["Fault('kill', step=3)", "give pipeline, stage too"]),
+    (lambda: Fault("kil", step=3), ["Fault(kind='kil')", "Did you mean 'kill'?"]),
+    (lambda: Fault("kill", stage="0", step=3), ["Fault(stage='0')", "at least 0"]),
+    (lambda: Fault("kill", 0, 0, stp=3), ["stp=3", "Did you mean step=3?"]),
+    (lambda: Fault("kill", -1, 0, 1), ["pipeline=-1", "at least 0"]),
+    (lambda: Fault("kill", 0, True, 1), ["stage=True", "at least 0"]),
+    (lambda: Fault("kill", 0, 0, -1), ["step=-1", "at least 0"]),
+    (lambda: Fault("kill", 0, 0, 1.0), ["step=1.0", "integer"]),
+    (lambda: Fault("kill", 0, 0, 1, microbatch=-2), ["microbatch=-2", "at least 0"]),
+    (lambda: Fault("kill", 0, 0), ["'forward'", "give step"]),
+    (lambda: Fault("kill", 0, 0, at="reduce"), ["'reduce'", "give step"]),
+    (lambda: Fault("kill", 0, 0, 1, at="reduce", microbatch=1), ["'reduce'", "leave microbatch out"]),
+    (lambda: Fault("kill", 0, 0, 1, at="optimizer", microbatch=1), ["'optimizer'", "leave microbatch out"]),
+    (lambda: Fault("kill", 0, 0, at="validation", microbatch=0), ["'validation'", "leave microbatch out"]),
+    (lambda: Fault("kill", 0, 0, at="setup", when="after"), ["'setup'", "leave when out"]),
+    (lambda: Fault("kill", 0, 0, 1, factor=2.0), ["'kill'", "factor"]),
+    (lambda: Fault("preempt", 0, 0, 1, steps=2), ["'preempt'", "steps"]),
+    (lambda: Fault("slow", 0, 0, 1), ["factor=None", "factor=3.0"]),
+    (lambda: Fault("slow", 0, 0, 1, factor=1.0, steps=2), ["factor=1.0"]),
+    (lambda: Fault("slow", 0, 0, 1, factor=float("nan"), steps=2), ["factor=nan"]),
+    (lambda: Fault("slow", 0, 0, 1, factor=2.0), ["steps=None", "steps=2"]),
+    (lambda: Fault("slow", 0, 0, 1, factor=2.0, steps=0), ["steps=0"]),
+    (lambda: Fault("slow", 0, 0, at="end", factor=2.0, steps=1), ["end", "another point"]),
+])  # fmt: skip
 def test_nonsense_is_refused_with_the_value_and_the_remedy(build, words):
     with pytest.raises(ConfigurationError) as caught:
         build()
@@ -171,20 +165,17 @@ def test_with_max_faults_replacements_do_not_fail_and_without_they_do():
 # ---------------------------------------------------------------------- from a trace
 
 
-@pytest.mark.parametrize(
-    ("availability", "workers", "counts"),
-    [
-        ([(0, 8), (10, 6), (20, 4)], 4, {10: 1, 20: 1}),
-        ([(0, 8), (10, 7), (20, 6)], 4, {20: 1}),  # 3.5 of 4 round to 4
-        ([(0, 8), (10, 4), (20, 8), (30, 2)], 4, {10: 2, 30: 3}),
-        ([(0, 4), (10, 8), (20, 4)], 4, {20: 2}),  # what the trace begins with is not a fall
-        ([(0, 8), (10, 0)], 4, {10: 4}),
-        ([(0, 2), (10, 1)], 6, {10: 3}),
-        ([(0, 5), (10, 9)], 6, {}),
-        ([], 6, {}),
-        ([(0, 0)], 6, {}),
-    ],
-)
+@pytest.mark.parametrize(("availability", "workers", "counts"), [
+    ([(0, 8), (10, 6), (20, 4)], 4, {10: 1, 20: 1}),
+    ([(0, 8), (10, 7), (20, 6)], 4, {20: 1}),  # 3.5 of 4 round to 4
+    ([(0, 8), (10, 4), (20, 8), (30, 2)], 4, {10: 2, 30: 3}),
+    ([(0, 4), (10, 8), (20, 4)], 4, {20: 2}),  # what the trace begins with is not a fall
+    ([(0, 8), (10, 0)], 4, {10: 4}),
+    ([(0, 2), (10, 1)], 6, {10: 3}),
+    ([(0, 5), (10, 9)], 6, {}),
+    ([], 6, {}),
+    ([(0, 0)], 6, {}),
+])  # fmt: skip
 def test_as_many_workers_fail_as_the_trace_falls_in_proportion_to_its_peak(availability, workers, counts):
     faults = trace_faults(availability, workers, KILL, seed=0)
     assert {t: len(list(group)) for t, group in itertools.groupby(faults, lambda f: f.time)} == counts

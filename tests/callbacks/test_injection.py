@@ -99,15 +99,12 @@ def sleeps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 # ---------------------------------------------------------------------- at exact points
 
 
-@pytest.mark.parametrize(
-    ("fault", "steps_done", "where"),
-    [
-        (Fault("exception", 0, 1, 0), 0, "F(0, 0)@1"),
-        (Fault("exception", 0, 1, 2, microbatch=1), 2, "F(0, 1)@1"),
-        (Fault("exception", 0, 1, 1, at="reduce"), 1, "REDUCE@1"),
-        (Fault("exception", 0, 1, 1, at="optimizer", when="after"), 1, "after STEP@1"),
-    ],
-)
+@pytest.mark.parametrize(("fault", "steps_done", "where"), [
+    (Fault("exception", 0, 1, 0), 0, "F(0, 0)@1"),
+    (Fault("exception", 0, 1, 2, microbatch=1), 2, "F(0, 1)@1"),
+    (Fault("exception", 0, 1, 1, at="reduce"), 1, "REDUCE@1"),
+    (Fault("exception", 0, 1, 1, at="optimizer", when="after"), 1, "after STEP@1"),
+])  # fmt: skip
 def test_a_fault_strikes_at_its_point_and_is_announced(fault, steps_done, where):
     process = worker(fault)
     with pytest.raises(InjectedFaultError, match="Injected: Fault"):
@@ -410,40 +407,34 @@ def test_the_callback_travels_without_what_it_is_attached_to():
 # ---------------------------------------------------------------------- wrong values
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"faults": ["kill"]}, ["'kill'", "Fault("]),
-        ({"mtbf": 0}, ["mtbf=0", "above 0"]),
-        ({"mtbf": float("inf")}, ["mtbf=inf", "above 0"]),
-        ({"mtbf": "1h"}, ["mtbf='1h'", "above 0"]),
-        ({"mtbf": 1.0, "kinds": ("murder",)}, ["'murder'", "'kill'"]),
-        ({"mtbf": 1.0, "kinds": ("slow",)}, ["'slow'", "'kill'"]),
-        ({"mtbf": 1.0, "kinds": "kill"}, ["kinds='kill'", "sequence"]),
-        ({"mtbf": 1.0, "kinds": ()}, ["kinds=()", "'kill'"]),
-        ({"mtbf": 1.0, "seed": "x"}, ["seed='x'", "integer"]),
-        ({"mtbf": 1.0, "max_faults": 0}, ["max_faults=0", "at least 1"]),
-        ({"mtbf": 1.0, "max_faults": 1.5}, ["max_faults=1.5", "at least 1"]),
-        ({"max_faults": 3}, ["max_faults=3", "mtbf or trace"]),
-        ({"mtbf": 1.0, "trace": "aws-p3"}, ["mtbf=1.0", "trace='aws-p3'", "leave one out"]),
-        ({"trace": "aws-p3", "time_scale": -1}, ["time_scale=-1", "above 0"]),
-        ({"trace": "aws-p33"}, ["aws-p33", "aws-p3,"]),
-    ],
-)
+@pytest.mark.parametrize(("options", "words"), [
+    ({"faults": ["kill"]}, ["'kill'", "Fault("]),
+    ({"mtbf": 0}, ["mtbf=0", "above 0"]),
+    ({"mtbf": float("inf")}, ["mtbf=inf", "above 0"]),
+    ({"mtbf": "1h"}, ["mtbf='1h'", "above 0"]),
+    ({"mtbf": 1.0, "kinds": ("murder",)}, ["'murder'", "'kill'"]),
+    ({"mtbf": 1.0, "kinds": ("slow",)}, ["'slow'", "'kill'"]),
+    ({"mtbf": 1.0, "kinds": "kill"}, ["kinds='kill'", "sequence"]),
+    ({"mtbf": 1.0, "kinds": ()}, ["kinds=()", "'kill'"]),
+    ({"mtbf": 1.0, "seed": "x"}, ["seed='x'", "integer"]),
+    ({"mtbf": 1.0, "max_faults": 0}, ["max_faults=0", "at least 1"]),
+    ({"mtbf": 1.0, "max_faults": 1.5}, ["max_faults=1.5", "at least 1"]),
+    ({"max_faults": 3}, ["max_faults=3", "mtbf or trace"]),
+    ({"mtbf": 1.0, "trace": "aws-p3"}, ["mtbf=1.0", "trace='aws-p3'", "leave one out"]),
+    ({"trace": "aws-p3", "time_scale": -1}, ["time_scale=-1", "above 0"]),
+    ({"trace": "aws-p33"}, ["aws-p33", "aws-p3,"]),
+])  # fmt: skip
 def test_nonsense_is_refused_with_the_value_and_the_remedy(options, words):
     with pytest.raises(ConfigurationError) as caught:
         FaultInjectionCallback(**options)
     assert all(word in str(caught.value) for word in words), caught.value
 
 
-@pytest.mark.parametrize(
-    ("fault", "words"),
-    [
-        (Fault("kill", 2, 0, 1), ["(2, 0)", "2 pipelines"]),
-        (Fault("kill", 0, 2, at="end"), ["(0, 2)", "2 stages"]),
-        (Fault("kill", 1, 0, 1, microbatch=2), ["microbatch", "0 to 1"]),
-    ],
-)
+@pytest.mark.parametrize(("fault", "words"), [
+    (Fault("kill", 2, 0, 1), ["(2, 0)", "2 pipelines"]),
+    (Fault("kill", 0, 2, at="end"), ["(0, 2)", "2 stages"]),
+    (Fault("kill", 1, 0, 1, microbatch=2), ["microbatch", "0 to 1"]),
+])  # fmt: skip
 def test_a_fault_outside_the_grid_is_refused(fault, words):
     with pytest.raises(ConfigurationError) as caught:
         FaultInjectionCallback([fault]).check(POSITIONS)

@@ -62,16 +62,13 @@ def test_help_has_its_own_groups_and_the_comments_of_the_settings(tmp_path):
     assert plan(tmp_path, "--version") == f"recycle-plan {__version__}\n"
 
 
-@pytest.mark.parametrize(
-    ("command", "arguments"),
-    [
-        (plan_command, ["--help"]),
-        (plan_command, ["failures=0"]),
-        (plan_command, ["-m", "failures=0,1"]),
-        (report_command, ["--help"]),
-        (recycle_run, ["--help"]),
-    ],
-)
+@pytest.mark.parametrize(("command", "arguments"), [
+    (plan_command, ["--help"]),
+    (plan_command, ["failures=0"]),
+    (plan_command, ["-m", "failures=0,1"]),
+    (report_command, ["--help"]),
+    (recycle_run, ["--help"]),
+])  # fmt: skip
 def test_a_reader_that_has_seen_enough_ends_the_command_without_a_traceback(command, arguments, tmp_path):
     assert without_reader(command, *arguments, cwd=tmp_path) == (141, "")
 

@@ -359,17 +359,14 @@ def test_names_are_text_whatever_is_in_them(tmp_path, records):
     assert any(strange in str(attributes.get("aria-label")) for tag, attributes, _ in page.elements if tag == "svg")
 
 
-@pytest.mark.parametrize(
-    ("most", "least", "ticks"),
-    [
-        (27.58, 0.0, ["0", "10", "20", "30"]),
-        (1.0, 0.0, ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]),
-        (1.3, 0.62, ["0.6", "0.8", "1.0", "1.2", "1.4"]),
-        (17.5, 5.0, ["5.0", "7.5", "10.0", "12.5", "15.0", "17.5"]),
-        (1500.0, 0.0, ["0", "500", "1,000", "1,500"]),
-        (0.004, 0.0, ["0.000", "0.001", "0.002", "0.003", "0.004"]),
-    ],
-)
+@pytest.mark.parametrize(("most", "least", "ticks"), [
+    (27.58, 0.0, ["0", "10", "20", "30"]),
+    (1.0, 0.0, ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]),
+    (1.3, 0.62, ["0.6", "0.8", "1.0", "1.2", "1.4"]),
+    (17.5, 5.0, ["5.0", "7.5", "10.0", "12.5", "15.0", "17.5"]),
+    (1500.0, 0.0, ["0", "500", "1,000", "1,500"]),
+    (0.004, 0.0, ["0.000", "0.001", "0.002", "0.003", "0.004"]),
+])  # fmt: skip
 def test_ticks_are_round(most, least, ticks):
     axis = linear("", most, least=least)
     assert [text for _, text in axis.ticks] == ticks
@@ -411,15 +408,12 @@ def test_a_page_is_written_to_standard_output(tmp_path):
     assert err.startswith("wrote to standard output: 1 result, ")
 
 
-@pytest.mark.parametrize(
-    ("command", "parser"),
-    [
-        ("recycle-coordinator", "lightning_recycle.control.coordinator.standalone"),
-        ("recycle-report", "lightning_recycle.commands.report"),
-        ("recycle-run", "lightning_recycle.engines.recycle_run"),
-        ("recycle-status", "lightning_recycle.control.monitoring.status_command"),
-    ],
-)
+@pytest.mark.parametrize(("command", "parser"), [
+    ("recycle-coordinator", "lightning_recycle.control.coordinator.standalone"),
+    ("recycle-report", "lightning_recycle.commands.report"),
+    ("recycle-run", "lightning_recycle.engines.recycle_run"),
+    ("recycle-status", "lightning_recycle.control.monitoring.status_command"),
+])  # fmt: skip
 def test_every_command_says_its_version_and_exit_statuses_and_gives_examples(command, parser, capsys, monkeypatch):
     main = importlib.import_module(parser).main
     shown = {}
@@ -435,15 +429,12 @@ def test_every_command_says_its_version_and_exit_statuses_and_gives_examples(com
     assert shown["--help"].count(f"\n  {command}") + shown["--help"].count(f"\n  srun {command}") >= 2
 
 
-@pytest.mark.parametrize(
-    ("command", "parser", "flag", "meant"),
-    [
-        ("recycle-coordinator", "lightning_recycle.control.coordinator.standalone", "--timout", "--timeout"),
-        ("recycle-report", "lightning_recycle.commands.report", "--titel", "--title"),
-        ("recycle-run", "lightning_recycle.engines.recycle_run", "--nproc-per-nod", "--nproc-per-node"),
-        ("recycle-status", "lightning_recycle.control.monitoring.status_command", "--whatch", "--watch"),
-    ],
-)
+@pytest.mark.parametrize(("command", "parser", "flag", "meant"), [
+    ("recycle-coordinator", "lightning_recycle.control.coordinator.standalone", "--timout", "--timeout"),
+    ("recycle-report", "lightning_recycle.commands.report", "--titel", "--title"),
+    ("recycle-run", "lightning_recycle.engines.recycle_run", "--nproc-per-nod", "--nproc-per-node"),
+    ("recycle-status", "lightning_recycle.control.monitoring.status_command", "--whatch", "--watch"),
+])  # fmt: skip
 def test_an_unknown_flag_is_answered_with_the_nearest(command, parser, flag, meant, capsys):
     given = {"recycle-coordinator": ["--listen", "127.0.0.1:0"], "recycle-report": ["folder"]}.get(command, [])
     for text in ([flag, "3"], [f"{flag}=3"]):

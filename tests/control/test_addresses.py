@@ -38,15 +38,12 @@ def test_an_address_is_read_and_shown(text, address):
     assert shown(address) == text
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("somewhere", "give host:port"),
-        (":5", "give host:port"),
-        ("host:70000", "the port must be one of 0 to 65535"),
-        ("::1:5", r"brackets, as in X=\[::1\]:5"),
-    ],
-)
+@pytest.mark.parametrize(("text", "words"), [
+    ("somewhere", "give host:port"),
+    (":5", "give host:port"),
+    ("host:70000", "the port must be one of 0 to 65535"),
+    ("::1:5", r"brackets, as in X=\[::1\]:5"),
+])  # fmt: skip
 def test_what_is_no_address_is_refused(text, words):
     with pytest.raises(ConfigurationError, match=words):
         address_from(text, "X")
@@ -106,23 +103,20 @@ def test_the_command_says_in_one_line_why_it_cannot_listen(problem):
     assert said.startswith(f"recycle-coordinator: A coordinator cannot listen at {place}")
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--timeout", "-3"], "--timeout -3: give a number of seconds, more than 0."),
-        (["--verify", "2"], "--verify 2: give a share between 0 and 1."),
-        (["--split-backward", "yes"], "--split-backward yes: use auto, true or false."),
-        (["--min-pipelines", "0"], "--min-pipelines 0: give an integer of at least 1, or null for all."),
-        (
-            ["--state", "/nonexistent/a"],
-            "--state=/nonexistent/a: there is no folder /nonexistent: give another path, or make it with"
-            " mkdir -p /nonexistent.",
-        ),
-        (["--runs", "few"], "--runs few: give an integer of at least 1."),
-        (["--http", "29400"], "--http and --listen have the same address: give another port."),
-        (["--http", "0.0.0.0:29400"], "--http and --listen have the same address: give another port."),
-    ],
-)
+@pytest.mark.parametrize(("options", "words"), [
+    (["--timeout", "-3"], "--timeout -3: give a number of seconds, more than 0."),
+    (["--verify", "2"], "--verify 2: give a share between 0 and 1."),
+    (["--split-backward", "yes"], "--split-backward yes: use auto, true or false."),
+    (["--min-pipelines", "0"], "--min-pipelines 0: give an integer of at least 1, or null for all."),
+    (
+        ["--state", "/nonexistent/a"],
+        "--state=/nonexistent/a: there is no folder /nonexistent: give another path, or make it with"
+        " mkdir -p /nonexistent.",
+    ),
+    (["--runs", "few"], "--runs few: give an integer of at least 1."),
+    (["--http", "29400"], "--http and --listen have the same address: give another port."),
+    (["--http", "0.0.0.0:29400"], "--http and --listen have the same address: give another port."),
+])  # fmt: skip
 def test_the_command_says_in_one_line_what_was_typed_wrong(options, words, monkeypatch, capsys):
     monkeypatch.setenv("RECYCLE_KEY", KEY)
     assert main(["--listen", "127.0.0.1:29400", *options]) == 2

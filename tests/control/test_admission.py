@@ -41,22 +41,19 @@ def returned(journal: Journal, rank: int, **fields: Any) -> Returned:
 KEPT = JournaledState(2, Roster(frozenset({0, 1, 3}), leader=1))
 
 
-@pytest.mark.parametrize(
-    ("rank", "fields", "place"),
-    [
-        (0, {}, ReturnStanding.MEMBER),
-        (0, {"token": "of one that was given up"}, ReturnStanding.LOST),
-        (0, {"token": "of one that has left", "leave": Leave(0)}, ReturnStanding.LEFT),
-        (0, {"run": "another one"}, ReturnStanding.LOST),
-        (2, {}, ReturnStanding.LOST),
-        (2, {"leave": Leave(2)}, ReturnStanding.LEFT),
-        (2, {"generation": -1, "joining": True}, ReturnStanding.CANDIDATE),
-        (2, {"generation": 2, "joining": True}, ReturnStanding.LOST),
-        (2, {"generation": -1}, ReturnStanding.LOST),
-        (4, {}, ReturnStanding.LOST),
-        (-1, {}, ReturnStanding.LOST),
-    ],
-)
+@pytest.mark.parametrize(("rank", "fields", "place"), [
+    (0, {}, ReturnStanding.MEMBER),
+    (0, {"token": "of one that was given up"}, ReturnStanding.LOST),
+    (0, {"token": "of one that has left", "leave": Leave(0)}, ReturnStanding.LEFT),
+    (0, {"run": "another one"}, ReturnStanding.LOST),
+    (2, {}, ReturnStanding.LOST),
+    (2, {"leave": Leave(2)}, ReturnStanding.LEFT),
+    (2, {"generation": -1, "joining": True}, ReturnStanding.CANDIDATE),
+    (2, {"generation": 2, "joining": True}, ReturnStanding.LOST),
+    (2, {"generation": -1}, ReturnStanding.LOST),
+    (4, {}, ReturnStanding.LOST),
+    (-1, {}, ReturnStanding.LOST),
+])  # fmt: skip
 def test_who_returns_is_what_was_written_down(tmp_path, rank, fields, place):
     readmission, journal = revived(tmp_path, KEPT)
     assert readmission.judge(readmission.state(), (), returned(journal, rank, **fields)) is place

@@ -31,20 +31,17 @@ def holds(parameters: bytes, optimizer: bytes = D, interval: int = 5, device: st
     return m.Checked({"parameters": parameters, "optimizer state": optimizer}, interval, device)
 
 
-@pytest.mark.parametrize(
-    ("told", "wrong"),
-    [
-        pytest.param([A, A, A], [], id="equal"),
-        pytest.param([A], [], id="alone"),
-        pytest.param([], [], id="nobody-told"),
-        pytest.param([A, A, B], [2], id="two-against-one"),
-        pytest.param([B, A, A], [0], id="the-first-is-wrong"),
-        pytest.param([A, B, A, C], [1, 3], id="errors-do-not-agree"),
-        pytest.param([A, B], None, id="one-against-one"),
-        pytest.param([A, A, B, B], None, id="two-against-two"),
-        pytest.param([A, B, C], None, id="all-differ"),
-    ],
-)
+@pytest.mark.parametrize(("told", "wrong"), [
+    pytest.param([A, A, A], [], id="equal"),
+    pytest.param([A], [], id="alone"),
+    pytest.param([], [], id="nobody-told"),
+    pytest.param([A, A, B], [2], id="two-against-one"),
+    pytest.param([B, A, A], [0], id="the-first-is-wrong"),
+    pytest.param([A, B, A, C], [1, 3], id="errors-do-not-agree"),
+    pytest.param([A, B], None, id="one-against-one"),
+    pytest.param([A, A, B, B], None, id="two-against-two"),
+    pytest.param([A, B, C], None, id="all-differ"),
+])  # fmt: skip
 def test_the_largest_group_is_right_if_it_is_the_only_one_and_no_single_worker(told, wrong):
     verdict = find_culprits({rank: holds(one) for rank, one in enumerate(told)})
     if wrong is None:
@@ -126,15 +123,12 @@ def test_two_that_differ_are_both_distrusted():
 
 
 @pytest.mark.parametrize("policy", ["evict", "raise"])
-@pytest.mark.parametrize(
-    ("newcomers", "wrong", "dismissed"),
-    [
-        pytest.param({2: 4}, {2: B}, [2], id="one-against-one"),
-        pytest.param({0: 4}, {2: B}, [0], id="whoever-was-there-before"),
-        pytest.param({0: 4, 1: 4}, {2: B, 3: C}, [0, 1], id="two-stages"),
-        pytest.param({2: 4}, {}, [], id="equal"),
-    ],
-)
+@pytest.mark.parametrize(("newcomers", "wrong", "dismissed"), [
+    pytest.param({2: 4}, {2: B}, [2], id="one-against-one"),
+    pytest.param({0: 4}, {2: B}, [0], id="whoever-was-there-before"),
+    pytest.param({0: 4, 1: 4}, {2: B, 3: C}, [0, 1], id="two-stages"),
+    pytest.param({2: 4}, {}, [], id="equal"),
+])  # fmt: skip
 def test_in_its_first_check_a_newcomer_is_wrong(policy, newcomers, wrong, dismissed):
     state = running(Checks(policy, agreed=3), live=(0, 1, 2, 3)).with_roster(newcomers=newcomers)
     state, commands = checked(state, 0, wrong)
@@ -352,17 +346,14 @@ def test_nobody_may_apply_a_step_before_all_have_passed_it(losses_come):
 YES, NO = {"output": b"a" * 16, FINITE: IS_FINITE}, {"output": b"b" * 16, FINITE: NOT_FINITE}
 
 
-@pytest.mark.parametrize(
-    ("votes", "is_the_device"),
-    [
-        pytest.param({0: (NO, True), 1: (YES, True)}, True, id="of-two-the-peer-gets-finite-ones"),
-        pytest.param({0: (YES, True), 1: (YES, True), 2: (YES, True)}, True, id="it-does-not-come-again"),
-        pytest.param({0: (NO, True), 1: (NO, True), 2: (NO, True)}, False, id="all-get-it"),
-        pytest.param({0: (NO, True), 1: (NO, True), 2: (YES, True)}, False, id="no-majority-of-the-peers"),
-        pytest.param({0: (NO, True), 1: (YES, True), 2: (YES, False)}, False, id="not-deterministic"),
-        pytest.param({0: (NO, True)}, False, id="no-peer"),
-    ],
-)
+@pytest.mark.parametrize(("votes", "is_the_device"), [
+    pytest.param({0: (NO, True), 1: (YES, True)}, True, id="of-two-the-peer-gets-finite-ones"),
+    pytest.param({0: (YES, True), 1: (YES, True), 2: (YES, True)}, True, id="it-does-not-come-again"),
+    pytest.param({0: (NO, True), 1: (NO, True), 2: (NO, True)}, False, id="all-get-it"),
+    pytest.param({0: (NO, True), 1: (NO, True), 2: (YES, True)}, False, id="no-majority-of-the-peers"),
+    pytest.param({0: (NO, True), 1: (YES, True), 2: (YES, False)}, False, id="not-deterministic"),
+    pytest.param({0: (NO, True)}, False, id="no-peer"),
+])  # fmt: skip
 def test_it_is_the_devices_if_its_peers_get_finite_values(votes, is_the_device):
     found = who_made_it(Dispute(3, 1, 0, 0, {0: NO}, votes, {0: "cuda:0"}))
     assert isinstance(found, Culprit) is is_the_device

@@ -36,22 +36,19 @@ def exceeds(seen: Observation, usual: Mapping[str, float] = USUAL, timeout: floa
     return sign is not None and sign.seconds > sign.limit
 
 
-@pytest.mark.parametrize(
-    ("seen", "stuck"),
-    [
-        pytest.param(working(4.9), False, id="no operation counts as stuck within the timeout"),
-        pytest.param(working(5.1), True, id="a short operation may take the timeout"),
-        pytest.param(working(9.9, "B"), False, id="a long one may take ten times its usual duration"),
-        pytest.param(working(10.1, "B"), True, id="but no longer"),
-        pytest.param(working(1000.0, "W"), False, id="a first step takes what it takes"),
-        pytest.param(working(1000.0, ""), False, id="so do hooks, validation, checkpoints and reading data"),
-        pytest.param(working(PATIENCE + 1, ""), True, id="but not for ever"),
-        pytest.param(working(PATIENCE + 1, "W"), True, id="nor an operation of unknown duration"),
-        pytest.param(working(4.9, "RECOVER"), False, id="a recovery may take the timeout"),
-        pytest.param(working(5.1, "RECOVER"), True, id="and needs no usual duration"),
-        pytest.param(waiting(1e6), False, id="who waits is never to blame"),
-    ],
-)
+@pytest.mark.parametrize(("seen", "stuck"), [
+    pytest.param(working(4.9), False, id="no operation counts as stuck within the timeout"),
+    pytest.param(working(5.1), True, id="a short operation may take the timeout"),
+    pytest.param(working(9.9, "B"), False, id="a long one may take ten times its usual duration"),
+    pytest.param(working(10.1, "B"), True, id="but no longer"),
+    pytest.param(working(1000.0, "W"), False, id="a first step takes what it takes"),
+    pytest.param(working(1000.0, ""), False, id="so do hooks, validation, checkpoints and reading data"),
+    pytest.param(working(PATIENCE + 1, ""), True, id="but not for ever"),
+    pytest.param(working(PATIENCE + 1, "W"), True, id="nor an operation of unknown duration"),
+    pytest.param(working(4.9, "RECOVER"), False, id="a recovery may take the timeout"),
+    pytest.param(working(5.1, "RECOVER"), True, id="and needs no usual duration"),
+    pytest.param(waiting(1e6), False, id="who waits is never to blame"),
+])  # fmt: skip
 def test_a_worker_is_suspected_when_it_is_at_work_for_longer_than_its_work_can_take(seen, stuck):
     assert exceeds(seen) is stuck
 
@@ -303,14 +300,11 @@ def test_who_does_not_start_in_time_is_late(now, joined, late):
     assert found == dict.fromkeys(late, "it did not start within 100 s")
 
 
-@pytest.mark.parametrize(
-    ("connected", "launched", "reported", "words"),
-    [
-        ({0, 1}, True, set(), "workers (1, 0), (1, 1): importing"),
-        ({0, 1, 3}, False, {0}, "worker (1, 0): not connected"),
-        (ALL, True, {0, 1, 2}, "worker (1, 1): setting up"),
-    ],
-)
+@pytest.mark.parametrize(("connected", "launched", "reported", "words"), [
+    ({0, 1}, True, set(), "workers (1, 0), (1, 1): importing"),
+    ({0, 1, 3}, False, {0}, "worker (1, 0): not connected"),
+    (ALL, True, {0, 1, 2}, "worker (1, 1): setting up"),
+])  # fmt: skip
 def test_a_long_start_names_every_20_s_the_workers_that_it_waits_for(connected, launched, reported, words):
     watch = FailureDetector(Positions(GRID), OPTIONS)
     watch.begin_start(100.0)

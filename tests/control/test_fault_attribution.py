@@ -42,36 +42,33 @@ IN_A_HOOK = Remembered(9, 0, 0, (OUTSIDE, "in hook, a.py:3"), 2)
 HOOK = {"step": OUTSIDE, "operation": "in hook, a.py:3", "exact": False}
 
 
-@pytest.mark.parametrize(
-    ("what", "past", "has_peer", "retries", "verdict"),
-    [
-        (EXACT, NOTHING, True, 1, EVICT),
-        (INEXACT, NOTHING, True, 1, EVICT),
-        (STICKY, NOTHING, True, 1, EVICT),
-        (EXACT, NOTHING, False, 1, AGAIN),  # the last holder
-        (INEXACT, NOTHING, False, 1, OWN),
-        (STICKY, NOTHING, False, 1, OWN),
-        (EXACT, (HERE,), True, 1, OWN),  # it follows the work
-        (EXACT, (HERE,), False, 1, OWN),
-        (STICKY, (HERE,), True, 1, OWN),
-        (EXACT, (HERE,), True, 2, AGAIN),  # not a second worker for one cause
-        (EXACT, (HERE, HERE), True, 2, OWN),
-        (EXACT, (SAME_STEP,), True, 1, AGAIN),  # storage that is gone for all
-        (INEXACT, (SAME_STEP,), True, 1, OWN),
-        (STICKY, (SAME_STEP,), True, 1, EVICT),  # devices are not shared
-        (EXACT, (SAME_STEP, SAME_STEP), True, 1, OWN),
-        (STICKY, (SAME_STEP, SAME_STEP), True, 1, OWN),
-        (EXACT, (LONG_AGO,) * 9, True, 1, EVICT),
-        (EXACT, (LONG_AGO,) * 9, False, 1, AGAIN),
-        (EXACT, (OTHER_STAGE,), True, 1, EVICT),  # a whole machine: one worker of each stage
-        (HOOK, NOTHING, True, 1, EVICT),
-        (HOOK, (IN_A_HOOK,), True, 1, OWN),  # a peer came to the same line, steps later
-        (HOOK, (replace(IN_A_HOOK, place=(OUTSIDE, "in hook, b.py:7")),), True, 1, EVICT),
-        (HOOK, NOTHING, False, 1, OWN),
-        (EXACT, NOTHING, True, 0, OWN),  # switched off
-        (STICKY, NOTHING, True, 0, OWN),
-    ],
-)
+@pytest.mark.parametrize(("what", "past", "has_peer", "retries", "verdict"), [
+    (EXACT, NOTHING, True, 1, EVICT),
+    (INEXACT, NOTHING, True, 1, EVICT),
+    (STICKY, NOTHING, True, 1, EVICT),
+    (EXACT, NOTHING, False, 1, AGAIN),  # the last holder
+    (INEXACT, NOTHING, False, 1, OWN),
+    (STICKY, NOTHING, False, 1, OWN),
+    (EXACT, (HERE,), True, 1, OWN),  # it follows the work
+    (EXACT, (HERE,), False, 1, OWN),
+    (STICKY, (HERE,), True, 1, OWN),
+    (EXACT, (HERE,), True, 2, AGAIN),  # not a second worker for one cause
+    (EXACT, (HERE, HERE), True, 2, OWN),
+    (EXACT, (SAME_STEP,), True, 1, AGAIN),  # storage that is gone for all
+    (INEXACT, (SAME_STEP,), True, 1, OWN),
+    (STICKY, (SAME_STEP,), True, 1, EVICT),  # devices are not shared
+    (EXACT, (SAME_STEP, SAME_STEP), True, 1, OWN),
+    (STICKY, (SAME_STEP, SAME_STEP), True, 1, OWN),
+    (EXACT, (LONG_AGO,) * 9, True, 1, EVICT),
+    (EXACT, (LONG_AGO,) * 9, False, 1, AGAIN),
+    (EXACT, (OTHER_STAGE,), True, 1, EVICT),  # a whole machine: one worker of each stage
+    (HOOK, NOTHING, True, 1, EVICT),
+    (HOOK, (IN_A_HOOK,), True, 1, OWN),  # a peer came to the same line, steps later
+    (HOOK, (replace(IN_A_HOOK, place=(OUTSIDE, "in hook, b.py:7")),), True, 1, EVICT),
+    (HOOK, NOTHING, False, 1, OWN),
+    (EXACT, NOTHING, True, 0, OWN),  # switched off
+    (STICKY, NOTHING, True, 0, OWN),
+])  # fmt: skip
 def test_the_verdict(what, past, has_peer, retries, verdict):
     assert judge_exception(raised(**what), stage=0, version=5, past=past, has_peer=has_peer, retries=retries) is verdict
 
@@ -179,22 +176,19 @@ def check(pairs: Collection[Pair], holders: list[tuple[int, ...]], leader: int) 
         assert len(chosen) == len(choices[0])
 
 
-@pytest.mark.parametrize(
-    ("pairs", "leader", "evicted"),
-    [
-        ([], 1, ()),
-        ([(0, 2)], 1, (2,)),
-        ([(1, 3)], 1, (3,)),
-        ([(1, 3)], 3, (1,)),
-        ([(0, 1)], 1, (0,)),
-        ([(0, 1), (1, 2)], 1, (1,)),
-        ([(0, 3), (2, 3)], 1, (3,)),
-        ([(0, 1), (2, 3)], 1, (0, 3)),
-        ([(0, 2), (1, 3)], 1, (2, 3)),
-        ([(0, 1), (0, 3), (1, 2), (2, 3)], 1, None),
-        ([(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)], 1, None),
-    ],
-)
+@pytest.mark.parametrize(("pairs", "leader", "evicted"), [
+    ([], 1, ()),
+    ([(0, 2)], 1, (2,)),
+    ([(1, 3)], 1, (3,)),
+    ([(1, 3)], 3, (1,)),
+    ([(0, 1)], 1, (0,)),
+    ([(0, 1), (1, 2)], 1, (1,)),
+    ([(0, 3), (2, 3)], 1, (3,)),
+    ([(0, 1), (2, 3)], 1, (0, 3)),
+    ([(0, 2), (1, 3)], 1, (2, 3)),
+    ([(0, 1), (0, 3), (1, 2), (2, 3)], 1, None),
+    ([(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)], 1, None),
+])  # fmt: skip
 def test_on_two_pipelines_of_two_stages(pairs, leader, evicted):
     assert choose_evictions(pairs, SQUARE, leader) == evicted
 

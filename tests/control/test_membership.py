@@ -109,38 +109,32 @@ def holds(rank: int, everywhere: dict[str, float], stage: dict[str, float], step
     return m.Applied(rank, step, {}, facts=m.Facts(everywhere, stage))
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "named"),
-    [
-        pytest.param(holds(0, {}, {"lr": 0.1}), holds(2, {}, {"lr": 0.2}), ["lr", "0.1", "0.2", "(0, 0)"], id="peers"),
-        pytest.param(holds(0, {}, {"lr": 0.1}), holds(1, {}, {"lr": 0.2}), [], id="options-of-another-stage"),
-        pytest.param(holds(0, {"epoch": 1}, {}), holds(1, {"epoch": 2}, {}), ["epoch", "(0, 1)"], id="counters"),
-        pytest.param(holds(0, {}, {"lr": 0.1}), holds(2, {}, {"lr": 0.2}, 1), [], id="another-step"),
-        pytest.param(holds(0, {}, {"digest": 7}), holds(2, {}, {"lr": 0.1}), [], id="told-by-one-only"),
-        pytest.param(holds(0, {}, {"digest": 2**60}), holds(2, {}, {"digest": 2**60 + 1}), ["digest"], id="digests"),
-        pytest.param(holds(0, {}, {"lr": 0.1}), holds(2, {}, {"lr": 0.1 + 1e-17}), [], id="rounded"),
-        pytest.param(holds(0, {}, {"lr": math.nan}), holds(2, {}, {"lr": math.nan}), [], id="nan"),
-    ],
-)
+@pytest.mark.parametrize(("first", "second", "named"), [
+    pytest.param(holds(0, {}, {"lr": 0.1}), holds(2, {}, {"lr": 0.2}), ["lr", "0.1", "0.2", "(0, 0)"], id="peers"),
+    pytest.param(holds(0, {}, {"lr": 0.1}), holds(1, {}, {"lr": 0.2}), [], id="options-of-another-stage"),
+    pytest.param(holds(0, {"epoch": 1}, {}), holds(1, {"epoch": 2}, {}), ["epoch", "(0, 1)"], id="counters"),
+    pytest.param(holds(0, {}, {"lr": 0.1}), holds(2, {}, {"lr": 0.2}, 1), [], id="another-step"),
+    pytest.param(holds(0, {}, {"digest": 7}), holds(2, {}, {"lr": 0.1}), [], id="told-by-one-only"),
+    pytest.param(holds(0, {}, {"digest": 2**60}), holds(2, {}, {"digest": 2**60 + 1}), ["digest"], id="digests"),
+    pytest.param(holds(0, {}, {"lr": 0.1}), holds(2, {}, {"lr": 0.1 + 1e-17}), [], id="rounded"),
+    pytest.param(holds(0, {}, {"lr": math.nan}), holds(2, {}, {"lr": math.nan}), [], id="nan"),
+])  # fmt: skip
 def test_workers_that_hold_different_values_after_a_step_end_the_run_and_are_named(first, second, named):
     state, _ = feed(running(), first, second)
     assert isinstance(state.outcome, s.Failed) == bool(named)
     assert all(word in str(state.outcome) for word in named)
 
 
-@pytest.mark.parametrize(
-    ("newcomers", "rates", "wrong"),
-    [
-        pytest.param({2: 0}, (1, 1, 2, 1), {2}, id="one-against-one"),
-        pytest.param({2: 0, 3: 0}, (1, 1, 2, 2), {2, 3}, id="both-stages"),
-        pytest.param({0: 3, 1: 3, 2: 5, 3: 3}, (1, 1, 2, 1), {2}, id="nobody-was-there-from-the-beginning"),
-        pytest.param({2: 5, 0: 3}, (1, 1, 2, 1), {2}, id="the-older-newcomer"),
-        pytest.param({0: 5}, (2, 1, 1, 1), {0}, id="the-first-rank"),
-        pytest.param({2: 0}, (2, 1, 1, 1), None, id="it-agrees-with-one-of-those-who-do-not"),
-        pytest.param({3: 0}, (1, 1, 2, 2), None, id="an-old-one-differs-too"),
-        pytest.param({2: 4, 0: 4}, (1, 1, 2, 1), {2}, id="another-stage-knows"),
-    ],
-)
+@pytest.mark.parametrize(("newcomers", "rates", "wrong"), [
+    pytest.param({2: 0}, (1, 1, 2, 1), {2}, id="one-against-one"),
+    pytest.param({2: 0, 3: 0}, (1, 1, 2, 2), {2, 3}, id="both-stages"),
+    pytest.param({0: 3, 1: 3, 2: 5, 3: 3}, (1, 1, 2, 1), {2}, id="nobody-was-there-from-the-beginning"),
+    pytest.param({2: 5, 0: 3}, (1, 1, 2, 1), {2}, id="the-older-newcomer"),
+    pytest.param({0: 5}, (2, 1, 1, 1), {0}, id="the-first-rank"),
+    pytest.param({2: 0}, (2, 1, 1, 1), None, id="it-agrees-with-one-of-those-who-do-not"),
+    pytest.param({3: 0}, (1, 1, 2, 2), None, id="an-old-one-differs-too"),
+    pytest.param({2: 4, 0: 4}, (1, 1, 2, 1), {2}, id="another-stage-knows"),
+])  # fmt: skip
 def test_the_oldest_are_right_and_newcomers_that_differ_are_dismissed(newcomers, rates, wrong):
     state = running().with_roster(newcomers=newcomers)
     state, commands = feed(state, *(holds(rank, {"rate": rates[rank]}, {"lr": rates[rank]}) for rank in ALL))
@@ -253,15 +247,12 @@ def test_losing_the_last_replica_of_a_stage_ends_the_run_and_names_stage_and_cau
 # ---------------------------------------------------------------------- leaders
 
 
-@pytest.mark.parametrize(
-    ("live", "leader", "of_columns"),
-    [
-        ((0, 1, 2, 3), 1, {0: 0, 1: 1}),
-        ((0, 2, 3), 3, {0: 0, 1: 3}),
-        ((1, 2, 3), 1, {0: 2, 1: 1}),
-        ((2, 3), 3, {0: 2, 1: 3}),
-    ],
-)
+@pytest.mark.parametrize(("live", "leader", "of_columns"), [
+    ((0, 1, 2, 3), 1, {0: 0, 1: 1}),
+    ((0, 2, 3), 3, {0: 0, 1: 3}),
+    ((1, 2, 3), 1, {0: 2, 1: 1}),
+    ((2, 3), 3, {0: 2, 1: 3}),
+])  # fmt: skip
 def test_the_leader_is_the_live_last_stage_worker_of_the_lowest_pipeline(live, leader, of_columns):
     state = s.initial_state(GRID).with_roster(live=frozenset(live))
     assert with_leader(state).roster.leader == leader

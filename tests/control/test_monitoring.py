@@ -397,15 +397,12 @@ def test_of_several_runs_one_is_watched(plane, runtime, capsys):
     assert "--watch shows one run, and there are 2: give one of the ids" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("typed", "answer"),
-    [
-        ("0", "--watch 0: give a number of seconds, more than 0."),
-        ("inf", "--watch inf: give a number of seconds, more than 0."),
-        ("soon", "--watch soon: give a number of seconds, more than 0."),
-        ("host:80", "--watch host:80: give the address before it: recycle-status host:80 --watch."),
-    ],
-)
+@pytest.mark.parametrize(("typed", "answer"), [
+    ("0", "--watch 0: give a number of seconds, more than 0."),
+    ("inf", "--watch inf: give a number of seconds, more than 0."),
+    ("soon", "--watch soon: give a number of seconds, more than 0."),
+    ("host:80", "--watch host:80: give the address before it: recycle-status host:80 --watch."),
+])  # fmt: skip
 def test_what_watch_is_to_be_is_said_by_what_it_is(typed, answer, capsys):
     assert status_command.main(["--watch", typed]) == 2
     assert capsys.readouterr().err == f"recycle-status: {answer}\n"
@@ -444,13 +441,10 @@ def test_the_command_starts_quickly_and_without_torch():
     assert done.stdout.strip() == "set()"
 
 
-@pytest.mark.parametrize(
-    ("address", "reason"),
-    [
-        ("127.0.0.1:1", "Connection refused: was it started with --http or RECYCLE_HTTP?"),
-        ("99999999", "no run in process"),
-    ],
-)
+@pytest.mark.parametrize(("address", "reason"), [
+    ("127.0.0.1:1", "Connection refused: was it started with --http or RECYCLE_HTTP?"),
+    ("99999999", "no run in process"),
+])  # fmt: skip
 def test_an_address_where_nothing_is_ends_with_1_and_says_so(address, reason, runtime, capsys):
     assert status_command.main([address]) == 1
     assert reason in capsys.readouterr().err

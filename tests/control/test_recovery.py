@@ -152,14 +152,11 @@ def test_a_step_that_all_have_reduced_without_its_loss_is_computed_again_for_the
     assert decide(statuses, known_losses=T) == Decision(T, frozenset({0, 1}), (Adoption(1, T, 3),))
 
 
-@pytest.mark.parametrize(
-    ("statuses", "message"),
-    [
-        ({0: WorkerStatus(0, T + 2, False), 1: WorkerStatus(1, T, False)}, "column 0 spans versions"),
-        ({0: WorkerStatus(0, T + 1, True), 1: WorkerStatus(1, T, False)}, "column 0 spans versions"),
-        ({0: WorkerStatus(0, T, False), 2: WorkerStatus(0, T + 2, False)}, "column 0 spans versions"),
-    ],
-)
+@pytest.mark.parametrize(("statuses", "message"), [
+    ({0: WorkerStatus(0, T + 2, False), 1: WorkerStatus(1, T, False)}, "column 0 spans versions"),
+    ({0: WorkerStatus(0, T + 1, True), 1: WorkerStatus(1, T, False)}, "column 0 spans versions"),
+    ({0: WorkerStatus(0, T, False), 2: WorkerStatus(0, T + 2, False)}, "column 0 spans versions"),
+])  # fmt: skip
 def test_statuses_that_the_protocol_cannot_produce_are_an_error(statuses, message):
     with pytest.raises(ReCycleError, match=message):
         decide(statuses)
@@ -174,41 +171,35 @@ ADOPTED_ELSEWHERE = Decision(T + 1, frozenset(), (Adoption(1, T, 3),))
 LATE = Decision(T + 1, frozenset({0}), (Adoption(0, T + 1, 2),))
 
 
-@pytest.mark.parametrize(
-    ("status", "decision", "options", "expected"),
-    [
-        (RUNNING, HERE, {}, []),
-        (APPLIED, AHEAD, {}, [Serve(T)]),
-        (REDUCED, AHEAD, {}, []),  # the step's own run serves the others
-        (REDUCED, HERE, {"tied": True, "commits": True}, [Forget()]),
-        (REDUCED, ROLLED_FORWARD, {}, [Adopt(T, 2, lacks=False), AwaitPeers(), Apply()]),
-        (RUNNING, ROLLED_FORWARD, {}, [Adopt(T, 2, lacks=True), AwaitPeers(), Apply()]),
-        (APPLIED, ROLLED_FORWARD, {}, [Adopt(T, 2, lacks=False), AwaitPeers()]),
-        (RUNNING, ROLLED_FORWARD, {"commits": True}, [Adopt(T, 2, True), AwaitPeers(), CommitTogether(T), Apply()]),
-        (REDUCED, ADOPTED_ELSEWHERE, {"commits": True}, [CommitTogether(T), Apply()]),
-        (REDUCED, ADOPTED_ELSEWHERE, {}, [Apply()]),
-        (RUNNING, ADOPTED_AHEAD, {}, [Adopt(T, 2, lacks=True), AwaitPeers()]),
-        (RUNNING, ADOPTED_AHEAD, {"tied": True, "commits": True}, [Adopt(T, 2, True), AwaitPeers(), Forget()]),
-        (REDUCED, LATE, {}, [Apply(), Adopt(T + 1, 2, lacks=True), AwaitPeers()]),
-        (RUNNING, HERE, {"donors": {2: 0, 4: 0, 5: 3}}, [Give((2, 4))]),
-        ((-1, False), HERE, {"donors": {0: 2}}, [Take(2)]),
-    ],
-)
+@pytest.mark.parametrize(("status", "decision", "options", "expected"), [
+    (RUNNING, HERE, {}, []),
+    (APPLIED, AHEAD, {}, [Serve(T)]),
+    (REDUCED, AHEAD, {}, []),  # the step's own run serves the others
+    (REDUCED, HERE, {"tied": True, "commits": True}, [Forget()]),
+    (REDUCED, ROLLED_FORWARD, {}, [Adopt(T, 2, lacks=False), AwaitPeers(), Apply()]),
+    (RUNNING, ROLLED_FORWARD, {}, [Adopt(T, 2, lacks=True), AwaitPeers(), Apply()]),
+    (APPLIED, ROLLED_FORWARD, {}, [Adopt(T, 2, lacks=False), AwaitPeers()]),
+    (RUNNING, ROLLED_FORWARD, {"commits": True}, [Adopt(T, 2, True), AwaitPeers(), CommitTogether(T), Apply()]),
+    (REDUCED, ADOPTED_ELSEWHERE, {"commits": True}, [CommitTogether(T), Apply()]),
+    (REDUCED, ADOPTED_ELSEWHERE, {}, [Apply()]),
+    (RUNNING, ADOPTED_AHEAD, {}, [Adopt(T, 2, lacks=True), AwaitPeers()]),
+    (RUNNING, ADOPTED_AHEAD, {"tied": True, "commits": True}, [Adopt(T, 2, True), AwaitPeers(), Forget()]),
+    (REDUCED, LATE, {}, [Apply(), Adopt(T + 1, 2, lacks=True), AwaitPeers()]),
+    (RUNNING, HERE, {"donors": {2: 0, 4: 0, 5: 3}}, [Give((2, 4))]),
+    ((-1, False), HERE, {"donors": {0: 2}}, [Take(2)]),
+])  # fmt: skip
 def test_actions_of_a_worker_in_a_recovery(status, decision, options, expected):
     arguments = {"donors": {}, "commits": False, "tied": False, **options}
     assert actions(0, WorkerStatus(0, *status), decision, **arguments) == tuple(expected)
 
 
-@pytest.mark.parametrize(
-    ("decision", "options", "expected"),
-    [
-        (AHEAD, {}, [Serve(T)]),  # it stays speculative
-        (AHEAD, {"confirmed": True}, [Confirm(T), Serve(T)]),
-        (Decision(T + 1, frozenset(), ()), {}, [Confirm(T)]),
-        (ROLLED_FORWARD, {}, [Confirm(T), Adopt(T, 2, lacks=False), AwaitPeers()]),
-        (Decision(T + 1, frozenset(), ()), {"donors": {2: 0}}, [Confirm(T), Give((2,))]),
-    ],
-)
+@pytest.mark.parametrize(("decision", "options", "expected"), [
+    (AHEAD, {}, [Serve(T)]),  # it stays speculative
+    (AHEAD, {"confirmed": True}, [Confirm(T), Serve(T)]),
+    (Decision(T + 1, frozenset(), ()), {}, [Confirm(T)]),
+    (ROLLED_FORWARD, {}, [Confirm(T), Adopt(T, 2, lacks=False), AwaitPeers()]),
+    (Decision(T + 1, frozenset(), ()), {"donors": {2: 0}}, [Confirm(T), Give((2,))]),
+])  # fmt: skip
 def test_a_speculative_step_is_confirmed_first_if_the_step_is_committed_or_all_contributions_to_it_are_known(
     decision, options, expected
 ):
@@ -223,14 +214,11 @@ def test_a_worker_never_applies_a_gradient_that_it_lacks():
         actions(0, WorkerStatus(0, T, False), Decision(T + 1, frozenset(), ()), {}, commits=False, tied=False)
 
 
-@pytest.mark.parametrize(
-    ("version", "reduced", "expected"),
-    [
-        (T, False, Part(computes_weights=True, reduces=True, buffers=T, applies=True, awaits_peers=True)),
-        (T, True, Part(computes_weights=False, reduces=False, buffers=T + 1, applies=True, awaits_peers=True)),
-        (T + 1, False, Part(computes_weights=False, reduces=False, buffers=T + 1, applies=False, awaits_peers=True)),
-    ],
-)
+@pytest.mark.parametrize(("version", "reduced", "expected"), [
+    (T, False, Part(computes_weights=True, reduces=True, buffers=T, applies=True, awaits_peers=True)),
+    (T, True, Part(computes_weights=False, reduces=False, buffers=T + 1, applies=True, awaits_peers=True)),
+    (T + 1, False, Part(computes_weights=False, reduces=False, buffers=T + 1, applies=False, awaits_peers=True)),
+])  # fmt: skip
 def test_what_a_worker_does_of_a_step_leaves_alone_what_is_done(version, reduced, expected):
     assert part_of(T, version, reduced, idle_peer=True) == expected
 

@@ -48,17 +48,14 @@ def test_every_transition_and_every_message_of_the_tests_is_checked():
         member.receive(m.Resume(1, (0,), m.Decision(0, frozenset(), ()), None, {}))
 
 
-@pytest.mark.parametrize(
-    ("status", "state"),
-    [
-        (WorkerStatus(0, 4, False), StepState.RUNNING),
-        (WorkerStatus(0, 5, False), StepState.RUNNING),
-        (WorkerStatus(0, 5, True), StepState.REDUCED),
-        (WorkerStatus(0, 6, False, speculative=True), StepState.SPECULATIVE),
-        (WorkerStatus(0, 6, True), StepState.APPLIED),
-        (WorkerStatus(0, 7, False, speculative=True), StepState.APPLIED),
-    ],
-)
+@pytest.mark.parametrize(("status", "state"), [
+    (WorkerStatus(0, 4, False), StepState.RUNNING),
+    (WorkerStatus(0, 5, False), StepState.RUNNING),
+    (WorkerStatus(0, 5, True), StepState.REDUCED),
+    (WorkerStatus(0, 6, False, speculative=True), StepState.SPECULATIVE),
+    (WorkerStatus(0, 6, True), StepState.APPLIED),
+    (WorkerStatus(0, 7, False, speculative=True), StepState.APPLIED),
+])  # fmt: skip
 def test_the_state_of_a_worker_in_step_5(status, state):
     assert status.state_in(5) is state
 

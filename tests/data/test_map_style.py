@@ -403,15 +403,12 @@ def test_the_last_batch_of_an_evaluation_counts_the_samples_that_it_has():
     assert [handle.num_samples for handle in dropping] == [8]
 
 
-@pytest.mark.parametrize(
-    ("size", "drop_last", "evaluation", "left_out"),
-    [
-        (21, False, False, "the last 5 of 21 samples, fewer than a global batch of 8"),
-        (21, True, False, ""),
-        (21, False, True, ""),
-        (24, False, False, ""),
-    ],
-)
+@pytest.mark.parametrize(("size", "drop_last", "evaluation", "left_out"), [
+    (21, False, False, "the last 5 of 21 samples, fewer than a global batch of 8"),
+    (21, True, False, ""),
+    (21, False, True, ""),
+    (24, False, False, ""),
+])  # fmt: skip
 def test_a_training_says_which_samples_it_leaves_out(size, drop_last, evaluation, left_out):
     data = td.DataLoader(Numbers(size), batch_size=4, drop_last=drop_last)
     assert MicrobatchLoader(data, Grid(2, 1, 2), 0, SEED, prefetch=False, evaluation=evaluation).left_out == left_out

@@ -98,20 +98,17 @@ def test_after_an_exception_of_one_worker_the_others_are_ended():
     assert time.monotonic() - began < 50
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ([], "Which program"),
-        (["no-such-program"], "There is no program 'no-such-program'"),
-        (["no-such-script.py"], "There is no file 'no-such-script.py' in"),
-        (["python", "-u", "no-such-script.py", "x.py"], "There is no file 'no-such-script.py' in"),
-        (["--nproc-per-node", "0", "x"], "--nproc-per-node 0: give an integer of at least 1."),
-        (["--nproc-per-node", "x"], "--nproc-per-node x: give an integer of at least 1."),
-        (["--max-restarts", "-1", "x"], "--max-restarts -1"),
-        (["--grace", "0", "x"], "--grace 0"),
-        (["--coordinator", "0.0.0.0:1", "true"], "need a single address"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "words"), [
+    ([], "Which program"),
+    (["no-such-program"], "There is no program 'no-such-program'"),
+    (["no-such-script.py"], "There is no file 'no-such-script.py' in"),
+    (["python", "-u", "no-such-script.py", "x.py"], "There is no file 'no-such-script.py' in"),
+    (["--nproc-per-node", "0", "x"], "--nproc-per-node 0: give an integer of at least 1."),
+    (["--nproc-per-node", "x"], "--nproc-per-node x: give an integer of at least 1."),
+    (["--max-restarts", "-1", "x"], "--max-restarts -1"),
+    (["--grace", "0", "x"], "--grace 0"),
+    (["--coordinator", "0.0.0.0:1", "true"], "need a single address"),
+])  # fmt: skip
 def test_bad_options_are_refused_in_one_line(arguments, words):
     done = subprocess.run([*PROGRAM, *arguments], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 2
@@ -222,13 +219,10 @@ def test_the_coordinator_learns_that_its_log_is_shown_in_a_terminal():
 
 
 @pytest.mark.parametrize("worker", ["exec sleep 100", "true", "trap '' TERM; sleep 4"])
-@pytest.mark.parametrize(
-    ("options", "environ", "words"),
-    [
-        (["--coordinator", "192.0.2.1:29400"], {}, "this machine has no address 192.0.2.1"),
-        ([], {"RECYCLE_LOG": "xml"}, "RECYCLE_LOG='xml'"),
-    ],
-)
+@pytest.mark.parametrize(("options", "environ", "words"), [
+    (["--coordinator", "192.0.2.1:29400"], {}, "this machine has no address 192.0.2.1"),
+    ([], {"RECYCLE_LOG": "xml"}, "RECYCLE_LOG='xml'"),
+])  # fmt: skip
 def test_a_coordinator_that_never_listened_ends_everything_whatever_its_workers_did(options, environ, words, worker):
     with running(*options, *shell(worker), env=environ) as process:
         _, errors = process.communicate(timeout=PATIENCE)

@@ -242,15 +242,12 @@ def test_the_name_of_a_job_is_that_of_its_task_in_an_array(variables, name):
     assert job_name(variables) == name
 
 
-@pytest.mark.parametrize(
-    ("script", "said"),
-    [
-        ("exit 0", None),
-        ("echo 'Requested operation is presently disabled' >&2; exit 1", "presently disabled"),
-        ("exec sleep 1000", "has not answered within 0.5 s"),
-        (None, "could not be started"),
-    ],
-)
+@pytest.mark.parametrize(("script", "said"), [
+    ("exit 0", None),
+    ("echo 'Requested operation is presently disabled' >&2; exit 1", "presently disabled"),
+    ("exec sleep 1000", "has not answered within 0.5 s"),
+    (None, "could not be started"),
+])  # fmt: skip
 def test_what_scontrol_does_not_do_is_said(script, said, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin" if script else str(tmp_path))

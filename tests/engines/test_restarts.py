@@ -5,24 +5,21 @@ import pytest
 from lightning_recycle.engines.agent import FinalStatus, RestartRecord, decide_restart, exit_status, in_words, verdict
 
 
-@pytest.mark.parametrize(
-    ("status", "again"),
-    [
-        (0, False),
-        (1, False),
-        (2, False),
-        (75, False),
-        (130, False),
-        (143, False),
-        (255, False),
-        (69, True),
-        (-9, True),
-        (-15, True),
-        (-11, True),
-        (137, True),  # a shell between the two
-        (134, True),
-    ],
-)
+@pytest.mark.parametrize(("status", "again"), [
+    (0, False),
+    (1, False),
+    (2, False),
+    (75, False),
+    (130, False),
+    (143, False),
+    (255, False),
+    (69, True),
+    (-9, True),
+    (-15, True),
+    (-11, True),
+    (137, True),  # a shell between the two
+    (134, True),
+])  # fmt: skip
 def test_only_who_lost_its_coordinator_or_was_killed_is_started_again(status, again):
     assert isinstance(decide_restart(RestartRecord(), status, 100.0, False, 10), RestartRecord) is again
     assert decide_restart(RestartRecord(), status, 100.0, True, 10) == FinalStatus(status)
@@ -48,30 +45,27 @@ def test_restarts_have_a_bound():
     assert isinstance(decide_restart(RestartRecord(), -9, 100.0, False, 0), FinalStatus)
 
 
-@pytest.mark.parametrize(
-    ("statuses", "asked", "expected"),
-    [
-        ([0, 0, 0, 0], None, 0),
-        ([0, -9, 0, 0], None, 0),  # one was killed, the others finished the training
-        ([0, 69, 75, 143], None, 0),
-        ([1, 75, 75, 75], None, 1),
-        ([75, 1, 75], None, 1),
-        ([0, 0, 1, 0], None, 1),  # after the training
-        ([75, 75], None, 75),
-        ([-9, 75], None, 75),
-        ([69, 69], None, 69),
-        ([-9, -9], None, 137),
-        ([-6], None, 134),
-        ([2, 2], None, 2),
-        ([143, 143], 15, 143),
-        ([-9, 143], 15, 143),
-        ([130, 130], 2, 130),
-        ([0, 0], 15, 0),  # it was at its end
-        ([1, 143], 15, 1),
-        ([143, 143], None, 143),
-        ([], 15, 143),
-    ],
-)
+@pytest.mark.parametrize(("statuses", "asked", "expected"), [
+    ([0, 0, 0, 0], None, 0),
+    ([0, -9, 0, 0], None, 0),  # one was killed, the others finished the training
+    ([0, 69, 75, 143], None, 0),
+    ([1, 75, 75, 75], None, 1),
+    ([75, 1, 75], None, 1),
+    ([0, 0, 1, 0], None, 1),  # after the training
+    ([75, 75], None, 75),
+    ([-9, 75], None, 75),
+    ([69, 69], None, 69),
+    ([-9, -9], None, 137),
+    ([-6], None, 134),
+    ([2, 2], None, 2),
+    ([143, 143], 15, 143),
+    ([-9, 143], 15, 143),
+    ([130, 130], 2, 130),
+    ([0, 0], 15, 0),  # it was at its end
+    ([1, 143], 15, 1),
+    ([143, 143], None, 143),
+    ([], 15, 143),
+])  # fmt: skip
 def test_the_exit_status_of_all_tells_the_truth(statuses, asked, expected):
     assert verdict([(status, True) for status in statuses], asked) == expected
 
@@ -81,16 +75,13 @@ def test_a_replacement_that_fails_costs_nothing_if_the_others_finish():
     assert verdict([(69, True), (1, False)], None) == 1
 
 
-@pytest.mark.parametrize(
-    ("status", "words"),
-    [
-        (-9, "killed by SIGKILL"),
-        (137, "killed by SIGKILL"),
-        (1, "exit status 1"),
-        (69, "lost its coordinator"),
-        (190, "signal 62"),
-    ],
-)
+@pytest.mark.parametrize(("status", "words"), [
+    (-9, "killed by SIGKILL"),
+    (137, "killed by SIGKILL"),
+    (1, "exit status 1"),
+    (69, "lost its coordinator"),
+    (190, "signal 62"),
+])  # fmt: skip
 def test_an_end_is_told_in_words(status, words):
     assert words in in_words(status)
     assert 0 <= exit_status(status) < 256

@@ -43,31 +43,25 @@ def test_what_nobody_said_has_a_default():
     assert slurm.device == 2
 
 
-@pytest.mark.parametrize(
-    ("variables", "words"),
-    [
-        ({"RECYCLE_COORDINATOR": ""}, "RECYCLE_COORDINATOR=''"),
-        ({"RECYCLE_KEY": ""}, "RECYCLE_KEY is not set"),
-        ({"LOCAL_RANK": "-1"}, "LOCAL_RANK='-1'"),
-        ({"SLURM_LOCALID": "first"}, "SLURM_LOCALID='first'"),
-    ],
-)
+@pytest.mark.parametrize(("variables", "words"), [
+    ({"RECYCLE_COORDINATOR": ""}, "RECYCLE_COORDINATOR=''"),
+    ({"RECYCLE_KEY": ""}, "RECYCLE_KEY is not set"),
+    ({"LOCAL_RANK": "-1"}, "LOCAL_RANK='-1'"),
+    ({"SLURM_LOCALID": "first"}, "SLURM_LOCALID='first'"),
+])  # fmt: skip
 def test_what_cannot_be_right_is_an_error_that_names_it(variables, words):
     with pytest.raises(ConfigurationError, match=words):
         discover({**MINIMAL, **variables})
 
 
-@pytest.mark.parametrize(
-    ("mode", "content", "words"),
-    [
-        (0o600, KEY + "\n", None),
-        (0o400, KEY, None),
-        (0o640, KEY, r"others may read or write it \(mode 0640\).*chmod 600"),
-        (0o604, KEY, "mode 0604"),
-        (0o600, "guess me", "has 8 bytes"),
-        (None, "", "cannot be read: No such file"),
-    ],
-)
+@pytest.mark.parametrize(("mode", "content", "words"), [
+    (0o600, KEY + "\n", None),
+    (0o400, KEY, None),
+    (0o640, KEY, r"others may read or write it \(mode 0640\).*chmod 600"),
+    (0o604, KEY, "mode 0604"),
+    (0o600, "guess me", "has 8 bytes"),
+    (None, "", "cannot be read: No such file"),
+])  # fmt: skip
 def test_a_key_may_be_in_a_file_that_only_its_owner_reads(mode, content, words, tmp_path):
     path = tmp_path / "key"
     if mode is not None:
@@ -124,37 +118,31 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE"
 SRUN = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4"}
 
 
-@pytest.mark.parametrize(
-    ("environ", "command"),
-    [
-        (TORCHRUN, "recycle-run --nproc-per-node=4 train.py --lr 0.1"),
-        (
-            {**TORCHRUN, "LOCAL_WORLD_SIZE": "2"},
-            "recycle-run --nproc-per-node=2 train.py --lr 0.1, on each machine with RECYCLE_COORDINATOR=HOST:PORT of a"
-            " recycle-coordinator",
-        ),
-        (SRUN, "srun recycle-run python train.py --lr 0.1"),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, "recycle-run --nproc-per-node=2 train.py --lr 0.1"),
-        ({"PMI_SIZE": "2"}, "recycle-run --nproc-per-node=2 train.py --lr 0.1"),
-    ],
-)
+@pytest.mark.parametrize(("environ", "command"), [
+    (TORCHRUN, "recycle-run --nproc-per-node=4 train.py --lr 0.1"),
+    (
+        {**TORCHRUN, "LOCAL_WORLD_SIZE": "2"},
+        "recycle-run --nproc-per-node=2 train.py --lr 0.1, on each machine with RECYCLE_COORDINATOR=HOST:PORT of a"
+        " recycle-coordinator",
+    ),
+    (SRUN, "srun recycle-run python train.py --lr 0.1"),
+    ({"OMPI_COMM_WORLD_SIZE": "2"}, "recycle-run --nproc-per-node=2 train.py --lr 0.1"),
+    ({"PMI_SIZE": "2"}, "recycle-run --nproc-per-node=2 train.py --lr 0.1"),
+])  # fmt: skip
 def test_one_of_several_processes_without_a_run_is_refused_with_the_right_command(environ, command):
     with pytest.raises(ConfigurationError) as caught:
         check_copies(environ, SCRIPT)
     assert str(caught.value).endswith(f"Use instead: {command}")
 
 
-@pytest.mark.parametrize(
-    "environ",
-    [
-        {},
-        {**TORCHRUN, "WORLD_SIZE": "1"},
-        {"WORLD_SIZE": "4"},  # whose it is, nobody knows
-        {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"},  # a batch script
-        {**SRUN, "SLURM_STEP_NUM_TASKS": "1"},  # srun --pty bash
-        {"PMI_SIZE": "1"},
-    ],
-)
+@pytest.mark.parametrize("environ", [
+    {},
+    {**TORCHRUN, "WORLD_SIZE": "1"},
+    {"WORLD_SIZE": "4"},  # whose it is, nobody knows
+    {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"},  # a batch script
+    {**SRUN, "SLURM_STEP_NUM_TASKS": "1"},  # srun --pty bash
+    {"PMI_SIZE": "1"},
+])  # fmt: skip
 def test_a_script_that_is_alone_is_left_alone(environ):
     check_copies(environ, SCRIPT)
 

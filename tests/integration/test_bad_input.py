@@ -117,19 +117,16 @@ class Stream(IterableDataset[Tensor]):
         yield torch.zeros(8)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "devices", "words"),
-    [
-        ({"pipeline_parallel_size": 3}, 4, ["4 devices", "pipeline_parallel_size=3", "pipeline_parallel_size=1 or 2."]),
-        ({"pipeline_parallel_size": 0}, 4, ["pipeline_parallel_size=0", "at least 1"]),
-        ({"num_microbatches": 2.5}, 4, ["num_microbatches=2.5"]),
-        ({"planner": "gurobbi"}, 4, ["gurobbi", "heuristic"]),
-        ({"pipeline_parallel_size": 7}, 7, ["6 layers", "pipeline_parallel_size=7", "configure_pipeline"]),
-        ({"pipeline_parallel_size": 2, "num_microbatches": 5}, 4, ["batch_size=12", "num_microbatches=5", "[1, 2, 3"]),
-        ({"tensor_parallel_size": 2}, 4, ["With tensor_parallel_size=2, Regression needs a configure_model()"]),
-        ({"fsdp_size": 2}, 4, ["With fsdp_size=2, Regression needs a configure_model()"]),
-    ],
-)
+@pytest.mark.parametrize(("strategy", "devices", "words"), [
+    ({"pipeline_parallel_size": 3}, 4, ["4 devices", "pipeline_parallel_size=3", "pipeline_parallel_size=1 or 2."]),
+    ({"pipeline_parallel_size": 0}, 4, ["pipeline_parallel_size=0", "at least 1"]),
+    ({"num_microbatches": 2.5}, 4, ["num_microbatches=2.5"]),
+    ({"planner": "gurobbi"}, 4, ["gurobbi", "heuristic"]),
+    ({"pipeline_parallel_size": 7}, 7, ["6 layers", "pipeline_parallel_size=7", "configure_pipeline"]),
+    ({"pipeline_parallel_size": 2, "num_microbatches": 5}, 4, ["batch_size=12", "num_microbatches=5", "[1, 2, 3"]),
+    ({"tensor_parallel_size": 2}, 4, ["With tensor_parallel_size=2, Regression needs a configure_model()"]),
+    ({"fsdp_size": 2}, 4, ["With fsdp_size=2, Regression needs a configure_model()"]),
+])  # fmt: skip
 def test_wrong_grids_are_refused_before_anything_starts(strategy, devices, words):
     def run() -> None:
         run = L.Trainer(accelerator="cpu", devices=devices, strategy=recycle_strategy(**strategy), logger=False)
@@ -140,27 +137,24 @@ def test_wrong_grids_are_refused_before_anything_starts(strategy, devices, words
     assert all(word in str(caught.value) for word in words), caught.value
 
 
-@pytest.mark.parametrize(
-    ("model", "words"),
-    [
-        (VectorLoss, ["shape (2, 1)", "scalar", ".mean()"]),
-        (FloatLoss, ["float", "scalar", ".item()"]),
-        (EmptyStage, ["Stage 1", "no parameters", "pipeline_parallel_size"]),
-        (NothingTrains, ["NothingTrains", "requires_grad"]),
-        (WrongSpec, ["Layer 2", "LayerSpec(Linear, 8)", "configure_pipeline()"]),
-        (BuiltSpec, ["LayerSpec(nn.Linear, 8, 8), not LayerSpec(nn.Linear(8, 8))"]),
-        (NoPipeline, ["NoPipeline", "configure_pipeline()"]),
-        (WrongEntry, ["'a layer'", "layer 1", "LayerSpec"]),
-        (Outside, ["head.weight", "configure_pipeline()"]),
-        (NoOptimizer, ["configure_optimizers()", "exactly one"]),
-        (TwoOptimizers, ["TwoOptimizers.configure_optimizers()", "has one", "pipeline_parallel_size=1"]),
-        (WrongBatch, ["split_batch", "length 3", "(input, target)"]),
-        (NotAPipeline, ["PipelineModule", "NotAPipeline"]),
-        (NoLoss, ["NoLoss", "loss(self, output, target)"]),
-        (AbsentLayers, ["self.layers[", "'weight'", "another stage", "self.named_parameters()"]),
-        (WrongShape, ["In layers[5]", "Linear(in_features=9", "(2, 4) torch.float64"]),
-    ],
-)
+@pytest.mark.parametrize(("model", "words"), [
+    (VectorLoss, ["shape (2, 1)", "scalar", ".mean()"]),
+    (FloatLoss, ["float", "scalar", ".item()"]),
+    (EmptyStage, ["Stage 1", "no parameters", "pipeline_parallel_size"]),
+    (NothingTrains, ["NothingTrains", "requires_grad"]),
+    (WrongSpec, ["Layer 2", "LayerSpec(Linear, 8)", "configure_pipeline()"]),
+    (BuiltSpec, ["LayerSpec(nn.Linear, 8, 8), not LayerSpec(nn.Linear(8, 8))"]),
+    (NoPipeline, ["NoPipeline", "configure_pipeline()"]),
+    (WrongEntry, ["'a layer'", "layer 1", "LayerSpec"]),
+    (Outside, ["head.weight", "configure_pipeline()"]),
+    (NoOptimizer, ["configure_optimizers()", "exactly one"]),
+    (TwoOptimizers, ["TwoOptimizers.configure_optimizers()", "has one", "pipeline_parallel_size=1"]),
+    (WrongBatch, ["split_batch", "length 3", "(input, target)"]),
+    (NotAPipeline, ["PipelineModule", "NotAPipeline"]),
+    (NoLoss, ["NoLoss", "loss(self, output, target)"]),
+    (AbsentLayers, ["self.layers[", "'weight'", "another stage", "self.named_parameters()"]),
+    (WrongShape, ["In layers[5]", "Linear(in_features=9", "(2, 4) torch.float64"]),
+])  # fmt: skip
 def test_wrong_modules_are_refused_by_name(model, words):
     with pytest.raises((ReCycleError, AttributeError, RuntimeError)) as caught:
         trainer(2, 2).fit(model().double(), DataLoader(dataset(), batch_size=12))
@@ -168,14 +162,11 @@ def test_wrong_modules_are_refused_by_name(model, words):
     assert all(word in shown for word in words), shown
 
 
-@pytest.mark.parametrize(
-    ("model", "strategy", "words"),
-    [
-        (NoPipeline, {}, "NoPipeline must implement configure_pipeline"),
-        (WrongEntry, {}, "returned 'a layer' as layer 1"),
-        (NoPipeline, {"layers": "blocks"}, r"ReCycleStrategy\(layers='blocks'\)"),
-    ],
-)
+@pytest.mark.parametrize(("model", "strategy", "words"), [
+    (NoPipeline, {}, "NoPipeline must implement configure_pipeline"),
+    (WrongEntry, {}, "returned 'a layer' as layer 1"),
+    (NoPipeline, {"layers": "blocks"}, r"ReCycleStrategy\(layers='blocks'\)"),
+])  # fmt: skip
 def test_layers_that_cannot_be_described_are_refused_with_one_error(model, strategy, words):
     with pytest.raises(ConfigurationError, match=words) as caught:
         trainer(2, 2, strategy=strategy).fit(model(), DataLoader(dataset(), batch_size=12))
@@ -221,14 +212,11 @@ def test_a_file_that_only_workers_read_is_refused_if_no_trainer_wrote_it(tmp_pat
         trainer(2, 2).fit(Regression().double(), DataLoader(dataset(), batch_size=12), ckpt_path=tmp_path / "old.pt")
 
 
-@pytest.mark.parametrize(
-    ("loader", "words"),
-    [
-        (lambda: DataLoader(Stream(), batch_size=12), ["Stream", "less than one global batch of 24 samples"]),
-        (lambda: [1, 2, 3], ["data is 1,", "cannot be iterated over", "DataLoader"]),
-        (lambda: DataLoader(dataset(12), batch_size=12), ["12 samples", "2 pipelines", "batch_size=12"]),
-    ],
-)
+@pytest.mark.parametrize(("loader", "words"), [
+    (lambda: DataLoader(Stream(), batch_size=12), ["Stream", "less than one global batch of 24 samples"]),
+    (lambda: [1, 2, 3], ["data is 1,", "cannot be iterated over", "DataLoader"]),
+    (lambda: DataLoader(dataset(12), batch_size=12), ["12 samples", "2 pipelines", "batch_size=12"]),
+])  # fmt: skip
 def test_data_without_addresses_is_refused(loader, words):
     with pytest.raises(ReCycleError) as caught:
         trainer(2, 2).fit(Regression().double(), loader())
@@ -243,19 +231,16 @@ def test_something_that_cannot_be_sent_to_the_workers_is_refused_with_its_path_a
         fit(model, 2, 2)
 
 
-@pytest.mark.parametrize(
-    ("fault", "words"),
-    [
-        (lambda: HeartbeatCallback(interval=3, timeout=5), ["interval=3", "timeout=5"]),
-        (lambda: HeartbeatCallback(timeout=5, last_holder_timeout=4), ["last_holder_timeout=4", "the timeout"]),
-        (lambda: HeartbeatCallback(coordinator_timeout=0.5), ["coordinator_timeout=0.5", "at least 1 second"]),
-        (lambda: HeartbeatCallback(timeout="5s"), ["HeartbeatCallback(timeout='5s'): give a number of seconds"]),
-        (lambda: HeartbeatCallback(interval="a"), ["HeartbeatCallback(interval='a'): give a number of seconds"]),
-        (lambda: HeartbeatCallback(last_holder_timeout="x"), ["HeartbeatCallback(last_holder_timeout='x'): give a"]),
-        (lambda: HeartbeatCallback(timeout=float("nan")), ["HeartbeatCallback(timeout=nan): give a number of seconds"]),
-        (lambda: fit(Regression(), 2, 2, [Fault("kill", 2, 0, 1)]), ["(2, 0)", "2 pipelines"]),
-    ],
-)
+@pytest.mark.parametrize(("fault", "words"), [
+    (lambda: HeartbeatCallback(interval=3, timeout=5), ["interval=3", "timeout=5"]),
+    (lambda: HeartbeatCallback(timeout=5, last_holder_timeout=4), ["last_holder_timeout=4", "the timeout"]),
+    (lambda: HeartbeatCallback(coordinator_timeout=0.5), ["coordinator_timeout=0.5", "at least 1 second"]),
+    (lambda: HeartbeatCallback(timeout="5s"), ["HeartbeatCallback(timeout='5s'): give a number of seconds"]),
+    (lambda: HeartbeatCallback(interval="a"), ["HeartbeatCallback(interval='a'): give a number of seconds"]),
+    (lambda: HeartbeatCallback(last_holder_timeout="x"), ["HeartbeatCallback(last_holder_timeout='x'): give a"]),
+    (lambda: HeartbeatCallback(timeout=float("nan")), ["HeartbeatCallback(timeout=nan): give a number of seconds"]),
+    (lambda: fit(Regression(), 2, 2, [Fault("kill", 2, 0, 1)]), ["(2, 0)", "2 pipelines"]),
+])  # fmt: skip
 def test_wrong_callbacks_are_refused(fault, words):
     """More of faults in tests/callbacks."""
     with pytest.raises(ConfigurationError) as caught:

@@ -127,17 +127,14 @@ def test_epoch_metrics_do_not_depend_on_the_number_of_workers():
     assert logged[0].keys() == {"loss", "loss_step", "loss_epoch"}
 
 
-@pytest.mark.parametrize(
-    ("devices", "options", "words"),
-    [
-        (2, {"min_pipelines": None}, "devices=2 hold 1 pipelines of 2 stages, .* begins with 3: use devices=6"),
-        (1, {}, "devices=1 hold 0 pipelines of 2 stages, and the run begins with 1: use devices=2."),
-        (8, {}, "devices=8 are more than the 6 positions of num_pipelines=3 with 2 stages: use devices=6"),
-        (6, {"max_pipelines": 2}, r"max_pipelines=2\): the run has 3 pipelines: give at least that many"),
-        (6, {"max_pipelines": 13}, "there are 12 micro-batches for them"),
-        (6, {"min_pipelines": 4}, r"min_pipelines=4\): the run has 3 pipelines: give at most that many"),
-    ],
-)
+@pytest.mark.parametrize(("devices", "options", "words"), [
+    (2, {"min_pipelines": None}, "devices=2 hold 1 pipelines of 2 stages, .* begins with 3: use devices=6"),
+    (1, {}, "devices=1 hold 0 pipelines of 2 stages, and the run begins with 1: use devices=2."),
+    (8, {}, "devices=8 are more than the 6 positions of num_pipelines=3 with 2 stages: use devices=6"),
+    (6, {"max_pipelines": 2}, r"max_pipelines=2\): the run has 3 pipelines: give at least that many"),
+    (6, {"max_pipelines": 13}, "there are 12 micro-batches for them"),
+    (6, {"min_pipelines": 4}, r"min_pipelines=4\): the run has 3 pipelines: give at most that many"),
+])  # fmt: skip
 def test_devices_with_which_no_run_begins_are_refused(devices, options, words):
     with pytest.raises(ConfigurationError, match=words):
         train(devices, strategy=options)

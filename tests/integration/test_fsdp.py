@@ -212,15 +212,12 @@ def uneven() -> nn.Sequential:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("writer", "reader"),
-    [
-        ((1, 1, 3, 1), (3, 1, 1, 1)),
-        ((3, 1, 1, 1), (1, 1, 3, 1)),
-        ((2, 1, 3, 1), (1, 1, 6, 1)),
-        ((3, 1, 2, 1), (2, 1, 3, 1)),
-    ],
-)
+@pytest.mark.parametrize(("writer", "reader"), [
+    ((1, 1, 3, 1), (3, 1, 1, 1)),
+    ((3, 1, 1, 1), (1, 1, 3, 1)),
+    ((2, 1, 3, 1), (1, 1, 6, 1)),
+    ((3, 1, 2, 1), (2, 1, 3, 1)),
+])  # fmt: skip
 def test_a_folder_goes_on_with_any_number_of_uneven_shards(writer, reader, tmp_path):
     options: Any = {"strategy": {"save_distributed_checkpoint": True}, "enable_checkpointing": True}
     keep = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=2)

@@ -27,17 +27,14 @@ HERE = Path(__file__).parent
 STEPS = 4
 
 
-@pytest.mark.parametrize(
-    ("wanted", "local", "small", "large"),
-    [
-        ("auto", True, ResultRoute.MESSAGES, ResultRoute.FILES),
-        (True, True, ResultRoute.MESSAGES, ResultRoute.FILES),
-        ("auto", False, ResultRoute.MESSAGES, ResultRoute.STAYS),
-        (True, False, ResultRoute.MESSAGES, ResultRoute.MESSAGES),
-        (False, True, ResultRoute.STAYS, ResultRoute.STAYS),
-        (False, False, ResultRoute.STAYS, ResultRoute.STAYS),
-    ],
-)
+@pytest.mark.parametrize(("wanted", "local", "small", "large"), [
+    ("auto", True, ResultRoute.MESSAGES, ResultRoute.FILES),
+    (True, True, ResultRoute.MESSAGES, ResultRoute.FILES),
+    ("auto", False, ResultRoute.MESSAGES, ResultRoute.STAYS),
+    (True, False, ResultRoute.MESSAGES, ResultRoute.MESSAGES),
+    (False, True, ResultRoute.STAYS, ResultRoute.STAYS),
+    (False, False, ResultRoute.STAYS, ResultRoute.STAYS),
+])  # fmt: skip
 def test_how_results_come_home(wanted, local, small, large):
     gathering = Gathering(wanted, 1000, local)
     assert (gathering.route(999), gathering.route(1000)) == (small, large)

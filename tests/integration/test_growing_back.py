@@ -134,14 +134,11 @@ class PerEpoch(Regression):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "entry",
-    [
-        pytest.param(9, id="last-step"),
-        pytest.param(10, id="first-step", marks=pytest.mark.long),
-        pytest.param(11, id="second-step", marks=pytest.mark.exhaustive),
-    ],
-)
+@pytest.mark.parametrize("entry", [
+    pytest.param(9, id="last-step"),
+    pytest.param(10, id="first-step", marks=pytest.mark.long),
+    pytest.param(11, id="second-step", marks=pytest.mark.exhaustive),
+])  # fmt: skip
 def test_a_replacement_may_enter_around_the_end_of_an_epoch(entry):
     data = dataset(GLOBAL_BATCH * 5)
     arguments: dict[str, Any] = {"max_epochs": 4, "max_steps": -1, "data": data}

@@ -171,13 +171,10 @@ class MadeInAStep(Model):
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (OfTheScript, r"MeanAbsoluteError\.compute\(\).*attribute of the module"),
-        (MadeInAStep, r"late .*a MeanAbsoluteError is made in the step; make it in __init__\(\)"),
-    ],
-)
+@pytest.mark.parametrize(("model", "message"), [
+    (OfTheScript, r"MeanAbsoluteError\.compute\(\).*attribute of the module"),
+    (MadeInAStep, r"late .*a MeanAbsoluteError is made in the step; make it in __init__\(\)"),
+])  # fmt: skip
 def test_a_share_is_refused_by_name(model, message, stages):
     with pytest.raises((ConfigurationError, UnsupportedFeatureError), match=message):
         on_grid(stages, num_sanity_val_steps=0).fit(model(), datamodule=Data(BATCH // 2))

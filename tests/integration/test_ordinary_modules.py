@@ -464,18 +464,15 @@ class ValidatesByItself(Classifier):
         return next(dataloader_iter)
 
 
-@pytest.mark.parametrize(
-    ("model", "words"),
-    [
-        (LogsText, ["`self.log(told, by mistake)` was called", "`str` values"]),
-        (LossByName, ["LossByName.training_step()", "a dict without a loss", "'loss'"]),
-        (VectorLoss, ["training_step() returned", "shape (8, 3)", ".mean()"]),
-        (Gathers, ["all_gather", "on_train_batch_end"]),
-        (Searches, ["LBFGS", "several times", "automatic_optimization = False"]),
-        (ReadsItself, ["dataloader_iter", "(batch, batch_idx)"]),
-        (ValidatesByItself, ["validation_step(dataloader_iter)", "(batch, batch_idx)"]),
-    ],
-)
+@pytest.mark.parametrize(("model", "words"), [
+    (LogsText, ["`self.log(told, by mistake)` was called", "`str` values"]),
+    (LossByName, ["LossByName.training_step()", "a dict without a loss", "'loss'"]),
+    (VectorLoss, ["training_step() returned", "shape (8, 3)", ".mean()"]),
+    (Gathers, ["all_gather", "on_train_batch_end"]),
+    (Searches, ["LBFGS", "several times", "automatic_optimization = False"]),
+    (ReadsItself, ["dataloader_iter", "(batch, batch_idx)"]),
+    (ValidatesByItself, ["validation_step(dataloader_iter)", "(batch, batch_idx)"]),
+])  # fmt: skip
 def test_what_cannot_work_is_refused_by_name(model, words):
     with pytest.raises(ReCycleError) as caught:
         on_grid(2).fit(model().double(), DataLoader(data(), 8, drop_last=True))

@@ -314,18 +314,15 @@ class Layers(PipelineModule):
         return [nn.Linear(8, 8), nn.Linear(8, 3)]
 
 
-@pytest.mark.parametrize(
-    ("model", "strategy", "words"),
-    [
-        (Residual, {}, ["Residual.training_step()", "uses what layer 'net.2' returned (relu)", "'net.3'"]),
-        (Vision, {"pipeline_parallel_size": 6}, ["Vision cannot be cut", "6 stages"]),
-        (Vision, {"layers": "body"}, ["layers='body'", "net"]),
-        (Vision, {"partition": [1, 1, 3]}, ["partition=[1, 1, 3] describes 3 stages"]),
-        (Vision, {"pipeline_parallel_size": 3, "partition": [1, 1, 3]}, ["Stage 1 of 3 of Vision has no parameters"]),
-        (AutoEncoder, {}, ["AutoEncoder", "'encoder'", "'decoder'", "layers="]),
-        (Layers, {"layers": "layers"}, ["is a PipelineModule", "Leave the option out"]),
-    ],
-)
+@pytest.mark.parametrize(("model", "strategy", "words"), [
+    (Residual, {}, ["Residual.training_step()", "uses what layer 'net.2' returned (relu)", "'net.3'"]),
+    (Vision, {"pipeline_parallel_size": 6}, ["Vision cannot be cut", "6 stages"]),
+    (Vision, {"layers": "body"}, ["layers='body'", "net"]),
+    (Vision, {"partition": [1, 1, 3]}, ["partition=[1, 1, 3] describes 3 stages"]),
+    (Vision, {"pipeline_parallel_size": 3, "partition": [1, 1, 3]}, ["Stage 1 of 3 of Vision has no parameters"]),
+    (AutoEncoder, {}, ["AutoEncoder", "'encoder'", "'decoder'", "layers="]),
+    (Layers, {"layers": "layers"}, ["is a PipelineModule", "Leave the option out"]),
+])  # fmt: skip
 def test_what_cannot_be_cut_is_refused_by_name(model, strategy, words):
     stages = strategy.pop("pipeline_parallel_size", 2)
     run = on_grid(1, stages, strategy=strategy, num_sanity_val_steps=0)

@@ -70,27 +70,24 @@ def train(*callbacks: Any, faults: Any = (), grid: tuple[int, int] = (2, 2), **k
     return run, model
 
 
-@pytest.mark.parametrize(
-    ("hook", "step"),
-    [
-        ("on_train_start", 0),
-        ("on_train_batch_end", 6),
-        ("on_validation_end", 6),
-        *(
-            pytest.param(hook, step, marks=pytest.mark.exhaustive)
-            for hook, step in [
-                ("on_fit_start", 0),
-                ("on_train_epoch_start", 0),
-                ("on_train_epoch_start", 3),
-                ("on_train_batch_start", 6),
-                ("on_before_optimizer_step", 6),
-                ("on_validation_start", 6),
-                ("on_validation_batch_end", 6),
-                ("on_train_epoch_end", 6),
-            ]
-        ),
-    ],
-)
+@pytest.mark.parametrize(("hook", "step"), [
+    ("on_train_start", 0),
+    ("on_train_batch_end", 6),
+    ("on_validation_end", 6),
+    *(
+        pytest.param(hook, step, marks=pytest.mark.exhaustive)
+        for hook, step in [
+            ("on_fit_start", 0),
+            ("on_train_epoch_start", 0),
+            ("on_train_epoch_start", 3),
+            ("on_train_batch_start", 6),
+            ("on_before_optimizer_step", 6),
+            ("on_validation_start", 6),
+            ("on_validation_batch_end", 6),
+            ("on_train_epoch_end", 6),
+        ]
+    ),
+])  # fmt: skip
 def test_where_all_workers_ask_they_stop_like_a_single_device(hook, step):
     alone, ours = Stops(hook, step), Stops(hook, step)
     expected = on_one_device(max_epochs=EPOCHS, max_steps=-1, callbacks=[alone])
@@ -111,23 +108,20 @@ def test_where_all_workers_ask_they_stop_like_a_single_device(hook, step):
     "ranks",
     [{3}, pytest.param({0}, marks=pytest.mark.exhaustive), pytest.param({0, 1, 2}, marks=pytest.mark.exhaustive)],
 )
-@pytest.mark.parametrize(
-    ("hook", "step"),
-    [
-        ("on_train_batch_end", 6),
-        *(
-            pytest.param(hook, step, marks=pytest.mark.exhaustive)
-            for hook, step in [
-                ("on_train_start", 0),
-                ("on_train_epoch_start", 4),
-                ("on_train_batch_start", 6),
-                ("on_before_optimizer_step", 6),
-                ("on_validation_end", 6),
-                ("on_train_epoch_end", 6),
-            ]
-        ),
-    ],
-)
+@pytest.mark.parametrize(("hook", "step"), [
+    ("on_train_batch_end", 6),
+    *(
+        pytest.param(hook, step, marks=pytest.mark.exhaustive)
+        for hook, step in [
+            ("on_train_start", 0),
+            ("on_train_epoch_start", 4),
+            ("on_train_batch_start", 6),
+            ("on_before_optimizer_step", 6),
+            ("on_validation_end", 6),
+            ("on_train_epoch_end", 6),
+        ]
+    ),
+])  # fmt: skip
 def test_where_only_some_ask_all_stop_together_after_one_of_the_next_steps(hook, step, ranks):
     run, _ = train(Stops(hook, step, ranks))
     assert step < run.global_step <= step + 4  # the hooks of validations and epochs come when those end

@@ -93,13 +93,10 @@ def test_a_launching_process_that_stays_stopped_does_not_hold_its_workers(tmp_pa
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "signum",
-    [
-        pytest.param(signal.SIGTERM, id="SIGTERM"),
-        pytest.param(signal.SIGINT, id="SIGINT", marks=pytest.mark.exhaustive),
-    ],
-)
+@pytest.mark.parametrize("signum", [
+    pytest.param(signal.SIGTERM, id="SIGTERM"),
+    pytest.param(signal.SIGINT, id="SIGINT", marks=pytest.mark.exhaustive),
+])  # fmt: skip
 def test_a_launching_process_told_to_end_cleans_up(signum, tmp_path):
     directory = tmp_path / "checkpoints"
     with supervised(directory) as process:

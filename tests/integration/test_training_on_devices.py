@@ -51,14 +51,11 @@ def regroup_seconds(run: L.Trainer) -> float:
 
 
 @pytest.mark.parametrize("faults", KILLS)
-@pytest.mark.parametrize(
-    ("device", "transport"),
-    [
-        pytest.param("cpu", "gloo", marks=pytest.mark.long),
-        pytest.param("cuda", "gloo", marks=pytest.mark.gpu),
-        pytest.param("cuda", "nccl", marks=pytest.mark.gpu),
-    ],
-)
+@pytest.mark.parametrize(("device", "transport"), [
+    pytest.param("cpu", "gloo", marks=pytest.mark.long),
+    pytest.param("cuda", "gloo", marks=pytest.mark.gpu),
+    pytest.param("cuda", "nccl", marks=pytest.mark.gpu),
+])  # fmt: skip
 def test_weights_are_those_of_one_process(device, transport, faults):
     model = Wide().double()
     expected = plain_loop(model, dataset())

@@ -69,18 +69,15 @@ def sent(error: BaseException) -> Any:
     return pickle.loads(data)
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        Pruned(3, 0.5),
-        Pruned(trial=3, value=0.5),
-        Slotted(trial=3),
-        Frozen(3),
-        Missing(3),
-        PicklesItself(3, "text"),
-        PicklesItselfWrongly(3, "text"),
-    ],
-)
+@pytest.mark.parametrize("error", [
+    Pruned(3, 0.5),
+    Pruned(trial=3, value=0.5),
+    Slotted(trial=3),
+    Frozen(3),
+    Missing(3),
+    PicklesItself(3, "text"),
+    PicklesItselfWrongly(3, "text"),
+])  # fmt: skip
 def test_class_message_and_attributes_arrive(error):
     arrived = sent(error)
     assert type(arrived) is type(error)

@@ -542,29 +542,26 @@ class FarSkip(Transformer):
 
 
 @pytest.mark.parametrize("num_stages", [2, 3])
-@pytest.mark.parametrize(
-    ("model", "words"),
-    [
-        (Residual, ["does something with what layer 'blocks.", "before layer 'blocks.1' gets it"]),
-        (Reshaped, ["uses what layer 'blocks.", "returned (flatten)", "before it calls layer 'blocks."]),
-        (Detaches, ["does something with what layer 'blocks.0' returned before layer 'blocks.1' gets it"]),
-        (Between, ["does something with what layer 'blocks.0' returned before layer 'blocks.1'"]),
-        (Twice, ["calls layer 'blocks.0' a second time, after 'blocks.3'"]),
-        (Repeats, ["calls layer 'blocks.0' a second time"]),
-        (Skips, ["calls layer 'blocks.2' after 'blocks.0', without 'blocks.1'"]),
-        (StopsEarly, ["uses what layer 'blocks.2' returned (sub)", "before it calls layer 'blocks.3'"]),
-        (NeverCalls, ["never calls layer 'blocks.0'"]),
-        (Backwards, ["calls layer 'blocks.3' first, without 'blocks.0'"]),
-        (AlwaysTheInput, ["does something with what layer 'blocks.0' returned"]),
-        (AddsUp, ["uses more than the first item of what layer 'layers.", "returned"]),
-        (ReturnsMore, ["returns more than the first item of what layer 'layers.0' returned, which is on another"]),
-        (Regularised, ["uses blocks.0.linear.weight (square), which is on another stage"]),
-        (LooksAtKinds, ["uses what layer 'net.2' returned (tanh)"]),
-        (Named, ["uses blocks.0.linear.weight, which is on another stage"]),
-        (AsksFirst, ["uses blocks.0.linear.weight, which is on another stage"]),
-        (FarSkip, ["uses what layer 'blocks.0' returned", "which is on another stage"]),
-    ],
-)
+@pytest.mark.parametrize(("model", "words"), [
+    (Residual, ["does something with what layer 'blocks.", "before layer 'blocks.1' gets it"]),
+    (Reshaped, ["uses what layer 'blocks.", "returned (flatten)", "before it calls layer 'blocks."]),
+    (Detaches, ["does something with what layer 'blocks.0' returned before layer 'blocks.1' gets it"]),
+    (Between, ["does something with what layer 'blocks.0' returned before layer 'blocks.1'"]),
+    (Twice, ["calls layer 'blocks.0' a second time, after 'blocks.3'"]),
+    (Repeats, ["calls layer 'blocks.0' a second time"]),
+    (Skips, ["calls layer 'blocks.2' after 'blocks.0', without 'blocks.1'"]),
+    (StopsEarly, ["uses what layer 'blocks.2' returned (sub)", "before it calls layer 'blocks.3'"]),
+    (NeverCalls, ["never calls layer 'blocks.0'"]),
+    (Backwards, ["calls layer 'blocks.3' first, without 'blocks.0'"]),
+    (AlwaysTheInput, ["does something with what layer 'blocks.0' returned"]),
+    (AddsUp, ["uses more than the first item of what layer 'layers.", "returned"]),
+    (ReturnsMore, ["returns more than the first item of what layer 'layers.0' returned, which is on another"]),
+    (Regularised, ["uses blocks.0.linear.weight (square), which is on another stage"]),
+    (LooksAtKinds, ["uses what layer 'net.2' returned (tanh)"]),
+    (Named, ["uses blocks.0.linear.weight, which is on another stage"]),
+    (AsksFirst, ["uses blocks.0.linear.weight, which is on another stage"]),
+    (FarSkip, ["uses what layer 'blocks.0' returned", "which is on another stage"]),
+])  # fmt: skip
 def test_a_step_that_is_no_chain_is_an_error_that_names_the_layers(model, words, num_stages):
     with pytest.raises(ConfigurationError) as caught:
         gradients(made(model), num_stages)

@@ -195,14 +195,11 @@ def test_a_recipe_follows_the_precision_of_the_module():
     assert {p.dtype for p in module.parameters()} == {torch.float64}
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        (LayerSpec(nn.Linear, 4), r"Layer 1, LayerSpec\(Linear, 4\), cannot be built: TypeError"),
-        (LayerSpec(nn.Linear, 4, out_features=-1), r"Layer 1, LayerSpec\(Linear, 4, out_features=-1\)"),
-        (LayerSpec(dict, a=1), "built an object of type dict, not an nn.Module"),
-    ],
-)
+@pytest.mark.parametrize(("spec", "message"), [
+    (LayerSpec(nn.Linear, 4), r"Layer 1, LayerSpec\(Linear, 4\), cannot be built: TypeError"),
+    (LayerSpec(nn.Linear, 4, out_features=-1), r"Layer 1, LayerSpec\(Linear, 4, out_features=-1\)"),
+    (LayerSpec(dict, a=1), "built an object of type dict, not an nn.Module"),
+])  # fmt: skip
 def test_a_recipe_that_cannot_be_built_is_an_error_that_names_layer_and_arguments(spec, message):
     with pytest.raises(ConfigurationError, match=message):
         returning([nn.Linear(4, 4), spec]).configure_model()
@@ -307,14 +304,11 @@ def harmless(module: Any) -> Any:
     return torch.zeros((), device=next(module.parameters()).device)
 
 
-@pytest.mark.parametrize(
-    ("term", "words"),
-    [
-        (penalty, "a parameter of self.layers[0] (square), which is on another stage"),
-        (kept_by_layers, "self.layers[0].balance, which is on another stage"),
-        (harmless, ""),
-    ],
-)
+@pytest.mark.parametrize(("term", "words"), [
+    (penalty, "a parameter of self.layers[0] (square), which is on another stage"),
+    (kept_by_layers, "self.layers[0].balance, which is on another stage"),
+    (harmless, ""),
+])  # fmt: skip
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_a_loss_that_means_layers_of_other_stages_is_an_error(term, words, num_stages):
     class Model(Specified):

@@ -30,20 +30,17 @@ def test_layers_are_dealt_as_asked(partition, expected):
     assert [index for part in parts for index in part] == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    ("partition", "message"),
-    [
-        ("size", r"PlanningOptions\(partition='size'\): use 'count'"),
-        ("Count", "as in \\[3, 5, 4\\]. Did you mean 'count'?"),
-        (7, r"partition=7\): use 'count'"),
-        ([], "use 'count', or the number of layers"),
-        ([1.5, 2.5], "use 'count', or the number of layers"),
-        ([1, 2, 1], "describes 3 stages; pipeline_parallel_size is 2"),
-        ([1, 2], "distributes 3 layers; the model has 4"),
-        ([0, 4], "use 'count', or the number of layers"),
-        ([True, 3], "use 'count', or the number of layers"),
-    ],
-)
+@pytest.mark.parametrize(("partition", "message"), [
+    ("size", r"PlanningOptions\(partition='size'\): use 'count'"),
+    ("Count", "as in \\[3, 5, 4\\]. Did you mean 'count'?"),
+    (7, r"partition=7\): use 'count'"),
+    ([], "use 'count', or the number of layers"),
+    ([1.5, 2.5], "use 'count', or the number of layers"),
+    ([1, 2, 1], "describes 3 stages; pipeline_parallel_size is 2"),
+    ([1, 2], "distributes 3 layers; the model has 4"),
+    ([0, 4], "use 'count', or the number of layers"),
+    ([True, 3], "use 'count', or the number of layers"),
+])  # fmt: skip
 def test_a_partition_that_does_not_fit_is_an_error_with_the_wrong_value(partition, message):
     with pytest.raises(ConfigurationError, match=message):
         stage_layers(4, 2, PlanningOptions(partition=partition).partition)

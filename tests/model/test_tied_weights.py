@@ -258,18 +258,15 @@ def test_groups_that_overlap_are_one_in_the_order_of_the_layers():
     assert merge_groups(groups) == (("layers.0.c", "layers.2.b", "layers.10.a"), ("layers.3.x", "layers.4.x"))
 
 
-@pytest.mark.parametrize(
-    ("groups", "message"),
-    [
-        ([FIRST], "a group is at least two different names"),
-        ([(FIRST, FIRST)], "a group is at least two different names"),
-        ([(FIRST, "layers.4.weight")], r"names 'layers.4.weight'; the model has 4 layers"),
-        ([(FIRST, "head.weight")], "'head.weight' is not the name of a layer's parameter"),
-        ([(FIRST, "layers.3")], "'layers.3' is not the name of a layer's parameter"),
-        ([(FIRST, "layers.3.weight")], r"layer 3 \(Head\) has no such parameter; it has logits.weight"),
-        ([(FIRST, "layers.1.weight")], r"layers.1.weight of shape \(6, 6\) cannot be tied to layers.0.weight"),
-    ],
-)
+@pytest.mark.parametrize(("groups", "message"), [
+    ([FIRST], "a group is at least two different names"),
+    ([(FIRST, FIRST)], "a group is at least two different names"),
+    ([(FIRST, "layers.4.weight")], r"names 'layers.4.weight'; the model has 4 layers"),
+    ([(FIRST, "head.weight")], "'head.weight' is not the name of a layer's parameter"),
+    ([(FIRST, "layers.3")], "'layers.3' is not the name of a layer's parameter"),
+    ([(FIRST, "layers.3.weight")], r"layer 3 \(Head\) has no such parameter; it has logits.weight"),
+    ([(FIRST, "layers.1.weight")], r"layers.1.weight of shape \(6, 6\) cannot be tied to layers.0.weight"),
+])  # fmt: skip
 @pytest.mark.parametrize("kinds", ["cccc", "ssss"])
 def test_a_group_that_cannot_be_tied_is_an_error_that_names_it(kinds, groups, message):
     model = Model(kinds, groups)

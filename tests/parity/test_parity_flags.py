@@ -87,14 +87,11 @@ VARIATIONS += ["min_epochs", "deterministic and benchmark", "outputs collected i
 VARIATIONS += ["batches that are dicts, read by a process"]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *ALWAYS,
-        *(pytest.param(name, marks=pytest.mark.long) for name in LONG),
-        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in VARIATIONS),
-    ],
-)
+@pytest.mark.parametrize("name", [
+    *ALWAYS,
+    *(pytest.param(name, marks=pytest.mark.long) for name in LONG),
+    *(pytest.param(name, marks=pytest.mark.exhaustive) for name in VARIATIONS),
+])  # fmt: skip
 def test_a_flag_means_the_same(tmp_path, name):
     case = CASES[name]
     one = on_one_device(case, tmp_path / "one", pipeline=True)

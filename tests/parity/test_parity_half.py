@@ -194,15 +194,12 @@ KILLS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "kill"),
-    [
-        ("plain", ""),
-        ("clipped by norm", "reducing it"),
-        ("fused", "skipping the step"),
-        *sampled([(name, kill) for name in CASES for kill in KILLS], 1),
-    ],
-)
+@pytest.mark.parametrize(("name", "kill"), [
+    ("plain", ""),
+    ("clipped by norm", "reducing it"),
+    ("fused", "skipping the step"),
+    *sampled([(name, kill) for name in CASES for kill in KILLS], 1),
+])  # fmt: skip
 def test_weights_and_scale_are_those_of_one_device(name, kill):
     make, options = CASES[name]
     reference, module = make(), make()

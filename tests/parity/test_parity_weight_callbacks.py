@@ -202,14 +202,11 @@ def long(parameters: list[Any]) -> list[Any]:
     return [pytest.param(*each.values, marks=[*each.marks, pytest.mark.long]) for each in parameters]
 
 
-@pytest.mark.parametrize(
-    ("name", "stages"),
-    [
-        *sampled([(name, 2) for name in FREEZING], 1),
-        *long(sampled([(name, 2) for name in AVERAGING], 2)),
-        *long(sampled([(name, 1) for name in EMA_AND_SWA], 1)),
-    ],
-)
+@pytest.mark.parametrize(("name", "stages"), [
+    *sampled([(name, 2) for name in FREEZING], 1),
+    *long(sampled([(name, 2) for name in AVERAGING], 2)),
+    *long(sampled([(name, 1) for name in EMA_AND_SWA], 1)),
+])  # fmt: skip
 def test_all_that_is_trained_is_that_of_one_device(name, stages, tmp_path):
     run = on_a_grid(training(name), tmp_path, stages=stages)
     assert_same_training(on_one(name), run)
@@ -254,13 +251,10 @@ def test_the_same_though_a_worker_dies(name, fault, tmp_path):
     assert_same_training(on_one(name), run)
 
 
-@pytest.mark.parametrize(
-    ("name", "joins", "stages"),
-    [
-        *sampled(itertools.product(FROZEN_NAMES, [9], [2]), 1),
-        *long(sampled(itertools.product(["WeightAveraging by epoch", *EMA_AND_SWA], [5, 10], [1, 2]), 3)),
-    ],
-)
+@pytest.mark.parametrize(("name", "joins", "stages"), [
+    *sampled(itertools.product(FROZEN_NAMES, [9], [2]), 1),
+    *long(sampled(itertools.product(["WeightAveraging by epoch", *EMA_AND_SWA], [5, 10], [1, 2]), 3)),
+])  # fmt: skip
 def test_the_same_though_the_donor_of_a_replacement_dies(name, joins, stages, tmp_path):
     """What the new worker holds is then all that there is of the first stage."""
     faults = [Fault("kill", 1, 0, step=joins - 3), Fault("kill", 0, 0, step=joins + 2)]
@@ -362,13 +356,10 @@ def test_checkpoints_hold_what_those_of_one_device_hold(name):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "writer"),
-    [
-        *sampled([(name, "one file") for name in SAVED], 1),
-        *sampled([(EMA_AND_SWA[0], "one file"), *((name, "sharded") for name in EMA_AND_SWA)], 1),
-    ],
-)
+@pytest.mark.parametrize(("name", "writer"), [
+    *sampled([(name, "one file") for name in SAVED], 1),
+    *sampled([(EMA_AND_SWA[0], "one file"), *((name, "sharded") for name in EMA_AND_SWA)], 1),
+])  # fmt: skip
 def test_a_checkpoint_resumes_on_one_device(name, writer, tmp_path):
     """As from its own; at the end of an epoch, since one device does not find its place in the data of a grid."""
     path = checkpoints_of(name, writer) / f"step={AT_EPOCH_END}.ckpt"
@@ -381,14 +372,11 @@ WRITTEN = (("one device", 6), ("one file", AT_EPOCH_END), ("one file", 14), ("sh
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "writer", "step"),
-    [
-        ("the first stage is frozen", "one file", AT_EPOCH_END),
-        ("BaseFinetuning", "one file", 14),  # what it has thawed is frozen after any resume
-        *sampled([(name, *written) for name in EMA_AND_SWA for written in WRITTEN], 3),
-    ],
-)
+@pytest.mark.parametrize(("name", "writer", "step"), [
+    ("the first stage is frozen", "one file", AT_EPOCH_END),
+    ("BaseFinetuning", "one file", 14),  # what it has thawed is frozen after any resume
+    *sampled([(name, *written) for name in EMA_AND_SWA for written in WRITTEN], 3),
+])  # fmt: skip
 def test_a_checkpoint_resumes_on_another_grid(name, writer, step, tmp_path):
     path = checkpoints_of(name, writer) / f"step={step}.ckpt"
     resumed = on_a_grid(training(name, ckpt_path=path), tmp_path, stages=3, num_microbatches=4)

@@ -89,16 +89,13 @@ def test_no_schedule_of_a_tiny_grid_beats_the_bound(part):
     assert max(gaps) < 0.1
 
 
-@pytest.mark.parametrize(
-    ("grid", "technique", "limit", "failed", "bound"),
-    [
-        (p.Grid(3, 4, 6), p.Technique(), None, (), 19.0),  # round trip: 7 slots for 6 forwards
-        (p.Grid(3, 4, 6), p.Technique(), (4,) * 4, (), 21.0),
-        (p.Grid(3, 4, 6), p.Technique(False, False), (4,) * 4, ((1, 0),), 36.0),  # three rounds of memory
-        (p.Grid(3, 4, 6), p.Technique(), (4,) * 4, ((1, 3),), 30.0),  # detour through stage 3
-        (p.Grid(1, 1, 5), p.Technique(), None, (), 15.0),
-    ],
-)
+@pytest.mark.parametrize(("grid", "technique", "limit", "failed", "bound"), [
+    (p.Grid(3, 4, 6), p.Technique(), None, (), 19.0),  # round trip: 7 slots for 6 forwards
+    (p.Grid(3, 4, 6), p.Technique(), (4,) * 4, (), 21.0),
+    (p.Grid(3, 4, 6), p.Technique(False, False), (4,) * 4, ((1, 0),), 36.0),  # three rounds of memory
+    (p.Grid(3, 4, 6), p.Technique(), (4,) * 4, ((1, 3),), 30.0),  # detour through stage 3
+    (p.Grid(1, 1, 5), p.Technique(), None, (), 15.0),
+])  # fmt: skip
 def test_bounds_by_hand(grid, technique, limit, failed, bound):
     workers = frozenset(p.Worker(*position) for position in failed)
     assert p.lower_bound(p.Problem(grid, p.Costs.uniform(grid.stages), workers, technique, limit)) == bound

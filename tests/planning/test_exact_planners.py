@@ -268,16 +268,13 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return use
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("missing", "not available: No module named 'a_solver_that_is_not_installed'"),
-        ("crash", "crashed (signal 11)"),
-        ("leave", "SystemExit: the licence has expired"),
-        ("error", "RuntimeError: a bug in the solver"),
-        ("hang", "ran past its time limit"),
-    ],
-)
+@pytest.mark.parametrize(("name", "reason"), [
+    ("missing", "not available: No module named 'a_solver_that_is_not_installed'"),
+    ("crash", "crashed (signal 11)"),
+    ("leave", "SystemExit: the licence has expired"),
+    ("error", "RuntimeError: a bug in the solver"),
+    ("hang", "ran past its time limit"),
+])  # fmt: skip
 def test_a_solver_that_fails_is_a_warning_and_the_plan_stays(fake, name, reason, caplog):
     start = one_at_a_time(example(SPLIT, 1))
     began = time.monotonic()
@@ -388,16 +385,13 @@ def test_a_plan_close_to_the_bound_is_kept_with_the_reason():
     assert "least_gap=10" in result.solver.reason
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"backend": "glpk"}, r"backend='glpk'.*use 'cbc', 'highs' or 'gurobi'"),
-        ({"time_limit": -1.0}, r"time_limit=-1\.0"),
-        ({"time_limit": float("nan")}, "time_limit=nan"),
-        ({"threads": 0}, "threads=0.*at least 1"),
-        ({"max_variables": 1.5}, r"max_variables=1\.5"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"backend": "glpk"}, r"backend='glpk'.*use 'cbc', 'highs' or 'gurobi'"),
+    ({"time_limit": -1.0}, r"time_limit=-1\.0"),
+    ({"time_limit": float("nan")}, "time_limit=nan"),
+    ({"threads": 0}, "threads=0.*at least 1"),
+    ({"max_variables": 1.5}, r"max_variables=1\.5"),
+])  # fmt: skip
 def test_bad_settings(arguments, message):
     with pytest.raises(ConfigurationError, match=message):
         p.ExactPlanner(**arguments)

@@ -20,25 +20,22 @@ CLOSE = 2e-6
 STEP = 0.05  # of the cuts with shared layers that are tried
 
 
-@pytest.mark.parametrize(
-    ("bounds", "good"),
-    [
-        ((0, 4, 8), True),
-        ((0, 4.25, 8), True),
-        ((0, 1, 2, 3), True),
-        ((0, 1.5, 2.5, 4), False),  # the second stage has no layer of its own
-        ((0, 0.5, 2), False),
-        ((0, 1.5, 3.5, 5), True),
-        ((0, 4.333333, 8), False),
-        ((0, 4.25, 8.5), False),
-        ((1, 4, 8), False),
-        ((0, 8, 4), False),
-        ((0,), False),
-        ((0, math.nan, 8), False),
-        ((0, "4", 8), False),
-        ((0, True, 2), False),
-    ],
-)
+@pytest.mark.parametrize(("bounds", "good"), [
+    ((0, 4, 8), True),
+    ((0, 4.25, 8), True),
+    ((0, 1, 2, 3), True),
+    ((0, 1.5, 2.5, 4), False),  # the second stage has no layer of its own
+    ((0, 0.5, 2), False),
+    ((0, 1.5, 3.5, 5), True),
+    ((0, 4.333333, 8), False),
+    ((0, 4.25, 8.5), False),
+    ((1, 4, 8), False),
+    ((0, 8, 4), False),
+    ((0,), False),
+    ((0, math.nan, 8), False),
+    ((0, "4", 8), False),
+    ((0, True, 2), False),
+])  # fmt: skip
 def test_which_bounds_there_can_be(bounds, good):
     assert layer_cuts.are_bounds(bounds) is good
 

@@ -50,18 +50,15 @@ def test_a_stored_plan_is_there_in_milliseconds(tmp_path):
     assert first < 0.1  # 5 ms on an idle machine
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        replace(PROBLEM, grid=p.Grid(4, 4, 6)),
-        replace(PROBLEM, costs=p.Costs.uniform(4, 1.0, 1.0, 1.5)),
-        replace(PROBLEM, failed=frozenset({p.Worker(1, 1)})),
-        replace(PROBLEM, failed=frozenset({p.Worker(0, 2), p.Worker(1, 2)})),
-        replace(PROBLEM, technique=p.Technique(staggered=False)),
-        replace(PROBLEM, in_flight_limit=(3, 3, 3, 3)),
-        replace(PROBLEM, worker_factors=((p.Worker(0, 0), 2.0),)),
-    ],
-)
+@pytest.mark.parametrize("other", [
+    replace(PROBLEM, grid=p.Grid(4, 4, 6)),
+    replace(PROBLEM, costs=p.Costs.uniform(4, 1.0, 1.0, 1.5)),
+    replace(PROBLEM, failed=frozenset({p.Worker(1, 1)})),
+    replace(PROBLEM, failed=frozenset({p.Worker(0, 2), p.Worker(1, 2)})),
+    replace(PROBLEM, technique=p.Technique(staggered=False)),
+    replace(PROBLEM, in_flight_limit=(3, 3, 3, 3)),
+    replace(PROBLEM, worker_factors=((p.Worker(0, 0), 2.0),)),
+])  # fmt: skip
 def test_the_plan_of_another_problem_is_not_taken(tmp_path, other):
     library = p.PlanLibrary(tmp_path)
     library.put(p.solve(PROBLEM))
@@ -106,22 +103,19 @@ def short_column(plan: dict[str, Any]) -> None:
     plan["workers"][0]["ops"]["end"].pop()
 
 
-@pytest.mark.parametrize(
-    ("damage", "reason"),
-    [
-        (cut, "end-of-stream"),
-        (lambda file: file.write_bytes(b""), "Expecting value"),
-        (lambda file: file.write_bytes(b"\x80"), "gzipped"),
-        (lambda file: file.write_bytes(gzip.compress(b"[]")), "schema None"),
-        (lambda file: file.write_bytes(gzip.compress(b'{"plan": {}}')), "schema None"),
-        (lambda file: file.write_bytes(file.read_bytes()[:-1] + b"\x01"), "length"),
-        (edited(shift), "breaks"),
-        (edited(short_column), "damaged"),
-        (edited(other_workers), "breaks"),
-        (edited(lambda plan: plan.update(schema=5)), "schema 5"),
-        (edited(lambda plan: plan["problem"].update(in_flight_limit=[9, 9, 9, 9])), "not the plan that its name says"),
-    ],
-)
+@pytest.mark.parametrize(("damage", "reason"), [
+    (cut, "end-of-stream"),
+    (lambda file: file.write_bytes(b""), "Expecting value"),
+    (lambda file: file.write_bytes(b"\x80"), "gzipped"),
+    (lambda file: file.write_bytes(gzip.compress(b"[]")), "schema None"),
+    (lambda file: file.write_bytes(gzip.compress(b'{"plan": {}}')), "schema None"),
+    (lambda file: file.write_bytes(file.read_bytes()[:-1] + b"\x01"), "length"),
+    (edited(shift), "breaks"),
+    (edited(short_column), "damaged"),
+    (edited(other_workers), "breaks"),
+    (edited(lambda plan: plan.update(schema=5)), "schema 5"),
+    (edited(lambda plan: plan["problem"].update(in_flight_limit=[9, 9, 9, 9])), "not the plan that its name says"),
+])  # fmt: skip
 def test_a_damaged_file_is_reported_once_and_replaced(tmp_path, damage, reason, caplog):
     p.PlanLibrary(tmp_path).put(p.solve(PROBLEM))
     damage(only_file(tmp_path))
@@ -196,17 +190,14 @@ def test_of_the_plans_that_fit_the_shortest_is_taken(tmp_path):
     assert made[6].schedule.period < made[4].schedule.period < made[2].schedule.period
 
 
-@pytest.mark.parametrize(
-    ("other", "reason"),
-    [
-        (replace(PROBLEM, grid=p.Grid(4, 4, 6)), "the grid 4 x 4 x 6"),
-        (replace(PROBLEM, technique=p.Technique(False, False)), "Technique(split_backward=False, staggered=False)"),
-        (replace(PROBLEM, failed=frozenset()), "no plan for these failures"),
-        (replace(PROBLEM, worker_factors=((p.Worker(0, 0), 2.0),)), "no plan for these failures"),
-        (replace(PROBLEM, costs=p.Costs.uniform(4, 1.0, 1.0, 2.0)), "costs differ by 50 %"),
-        (replace(PROBLEM, in_flight_limit=(2, 2, 2, 2)), "workers would hold more than they may"),
-    ],
-)
+@pytest.mark.parametrize(("other", "reason"), [
+    (replace(PROBLEM, grid=p.Grid(4, 4, 6)), "the grid 4 x 4 x 6"),
+    (replace(PROBLEM, technique=p.Technique(False, False)), "Technique(split_backward=False, staggered=False)"),
+    (replace(PROBLEM, failed=frozenset()), "no plan for these failures"),
+    (replace(PROBLEM, worker_factors=((p.Worker(0, 0), 2.0),)), "no plan for these failures"),
+    (replace(PROBLEM, costs=p.Costs.uniform(4, 1.0, 1.0, 2.0)), "costs differ by 50 %"),
+    (replace(PROBLEM, in_flight_limit=(2, 2, 2, 2)), "workers would hold more than they may"),
+])  # fmt: skip
 def test_a_miss_has_a_reason(tmp_path, other, reason):
     library = p.PlanLibrary(tmp_path)
     assert library.miss(PROBLEM) == f"{tmp_path} holds no plans"

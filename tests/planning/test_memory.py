@@ -28,15 +28,12 @@ def kinds(schedule: p.Schedule, stage: int | None = None) -> Counter[p.OpKind]:
     return Counter(op.kind for worker in live for op in schedule.program(worker) if op.microbatch is not None)
 
 
-@pytest.mark.parametrize(
-    ("capacity", "after_backward", "counted", "in_bytes"),
-    [
-        (4, 0.5, 29, 27),  # what B frees is room for another F
-        (4, 1.0, 29, 29),  # the same as four micro-batches
-        (4, 2.0, 34, 31),  # a W is waiting only where that brings more than the memory it takes
-        (4, 3.0, 61, 31),
-    ],
-)
+@pytest.mark.parametrize(("capacity", "after_backward", "counted", "in_bytes"), [
+    (4, 0.5, 29, 27),  # what B frees is room for another F
+    (4, 1.0, 29, 29),  # the same as four micro-batches
+    (4, 2.0, 34, 31),  # a W is waiting only where that brings more than the memory it takes
+    (4, 3.0, 61, 31),
+])  # fmt: skip
 def test_the_price_of_memory_in_the_running_example(capacity, after_backward, counted, in_bytes):
     problem = running(capacity, after_backward)
     assert p.plan(problem.counted()).period == counted
@@ -98,14 +95,11 @@ def test_a_mixture_is_timed_again():
     ]
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"capacity": (9.0, 9.0, 3.9, 9.0)}, r"memory: \(\d, 2\) holds 4 bytes in F"),
-        ({"fixed": (0.0, 0.0, 0.1, 0.0)}, r"memory: \(\d, 2\) holds 4 bytes in F"),
-        ({"after_backward": (0.5, 0.5, 3.9, 0.5)}, r"memory: \(\d, 2\) holds \d+ bytes in (B|F)"),
-    ],
-)
+@pytest.mark.parametrize(("change", "says"), [
+    ({"capacity": (9.0, 9.0, 3.9, 9.0)}, r"memory: \(\d, 2\) holds 4 bytes in F"),
+    ({"fixed": (0.0, 0.0, 0.1, 0.0)}, r"memory: \(\d, 2\) holds 4 bytes in F"),
+    ({"after_backward": (0.5, 0.5, 3.9, 0.5)}, r"memory: \(\d, 2\) holds \d+ bytes in (B|F)"),
+])  # fmt: skip
 def test_the_validator_counts_bytes(change, says):
     schedule = p.plan(running(4, 0.5))
     assert schedule.problem.memory is not None

@@ -44,15 +44,12 @@ CHECKPOINT = p.Memory((4.0,) * 4, (0.0,) * 4, (1.0,) * 4, (1.0,) * 4, (0.1,) * 4
 
 
 @pytest.mark.parametrize("compact_from", [1, 100_000])
-@pytest.mark.parametrize(
-    "problem",
-    [
-        PROBLEM,
-        replace(PROBLEM, in_flight_limit=(4, 4, 4, 4)),
-        replace(PROBLEM, memory=CHECKPOINT),
-        replace(PROBLEM, costs=replace(PROBLEM.costs, reduce=(1.0,) * 4)),
-    ],
-)
+@pytest.mark.parametrize("problem", [
+    PROBLEM,
+    replace(PROBLEM, in_flight_limit=(4, 4, 4, 4)),
+    replace(PROBLEM, memory=CHECKPOINT),
+    replace(PROBLEM, costs=replace(PROBLEM.costs, reduce=(1.0,) * 4)),
+])  # fmt: skip
 def test_files_keep_all_of_a_plan(tmp_path, problem, compact_from):
     schedule = p.heuristic(problem, compact_from=compact_from)
     path = tmp_path / "plan.json"
@@ -80,31 +77,28 @@ def overlap(data: dict[str, Any]) -> None:
     data["workers"][0]["ops"]["start"][1] = data["workers"][0]["ops"]["start"][0]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (changed(schema=2), "has schema 2, this version reads 1.*update"),
-        (changed(schema=[1]), "has schema"),
-        (overlap, r"breaks \d+ rule\(s\), the first: .*Compute it again"),
-        (changed(lower_bound="low"), "lower_bound"),
-        (changed(lower_bound=28.0), "below its lower_bound 28"),
-        (changed(lower_bound=float("nan")), "below its lower_bound"),
-        (changed(backend=None), "backend"),
-        (changed(found_by=7), "found_by"),
-        (changed(solver={"calls": "some"}), "calls"),
-        (changed(solver=[]), "solver"),
-        (changed(workers=[]), "rule"),
-        (changed(workers=None), "damaged"),
-        (problem(grid={"pipelines": 3}), "damaged"),
-        (problem(grid={"pipelines": 3, "stages": 0, "microbatches": 6}), "stages=0"),
-        (problem(failed=[{"pipeline": 9, "stage": 9}]), "outside the grid"),
-        (column("op", "X"), "damaged"),
-        (column("start", None), "damaged"),
-        (lambda data: data.pop("period"), "damaged"),
-        (lambda data: data.pop("found_by"), "found_by"),
-        (lambda data: data.pop("solver"), "solver"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    (changed(schema=2), "has schema 2, this version reads 1.*update"),
+    (changed(schema=[1]), "has schema"),
+    (overlap, r"breaks \d+ rule\(s\), the first: .*Compute it again"),
+    (changed(lower_bound="low"), "lower_bound"),
+    (changed(lower_bound=28.0), "below its lower_bound 28"),
+    (changed(lower_bound=float("nan")), "below its lower_bound"),
+    (changed(backend=None), "backend"),
+    (changed(found_by=7), "found_by"),
+    (changed(solver={"calls": "some"}), "calls"),
+    (changed(solver=[]), "solver"),
+    (changed(workers=[]), "rule"),
+    (changed(workers=None), "damaged"),
+    (problem(grid={"pipelines": 3}), "damaged"),
+    (problem(grid={"pipelines": 3, "stages": 0, "microbatches": 6}), "stages=0"),
+    (problem(failed=[{"pipeline": 9, "stage": 9}]), "outside the grid"),
+    (column("op", "X"), "damaged"),
+    (column("start", None), "damaged"),
+    (lambda data: data.pop("period"), "damaged"),
+    (lambda data: data.pop("found_by"), "found_by"),
+    (lambda data: data.pop("solver"), "solver"),
+])  # fmt: skip
 def test_a_wrong_plan_is_refused_in_one_line(tmp_path, change, message):
     path = tmp_path / "plan.json"
     p.save_plan(path, p.solve(PROBLEM))
@@ -117,18 +111,15 @@ def test_a_wrong_plan_is_refused_in_one_line(tmp_path, change, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "No such file"),
-        (b"", "not JSON"),
-        (b"{", "not JSON"),
-        (b"\xff\xfe", "not JSON"),
-        (b"[]", "schema None"),
-        (b"{}", "schema None"),
-        (b"[" * 100_000, "not JSON"),
-    ],
-)
+@pytest.mark.parametrize(("content", "message"), [
+    (None, "No such file"),
+    (b"", "not JSON"),
+    (b"{", "not JSON"),
+    (b"\xff\xfe", "not JSON"),
+    (b"[]", "schema None"),
+    (b"{}", "schema None"),
+    (b"[" * 100_000, "not JSON"),
+])  # fmt: skip
 def test_what_is_no_plan_is_refused(tmp_path, content, message):
     path = tmp_path / "plan.json"
     if content is not None:
@@ -182,19 +173,16 @@ def test_memory_of_a_profile():
         p.Problem(p.Grid(2, 2, 2), PROFILE.costs(), memory=PROFILE.memory(999))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (changed(schema=2), "schema 2.*reads 1"),
-        (changed(stages=[]), "at least one stage"),
-        (changed(stages=[{"forward": 1.0}]), "damaged"),
-        (changed(stages=[{"forward": -1.0, "backward_input": 1.0, "backward_weight": 1.0}]), r"forward=-1\.0"),
-        (changed(stages=3), "damaged"),
-        (changed(latency=None), "damaged"),
-        (changed(steps="many"), "steps"),
-        (lambda data: data.pop("stages"), "damaged"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    (changed(schema=2), "schema 2.*reads 1"),
+    (changed(stages=[]), "at least one stage"),
+    (changed(stages=[{"forward": 1.0}]), "damaged"),
+    (changed(stages=[{"forward": -1.0, "backward_input": 1.0, "backward_weight": 1.0}]), r"forward=-1\.0"),
+    (changed(stages=3), "damaged"),
+    (changed(latency=None), "damaged"),
+    (changed(steps="many"), "steps"),
+    (lambda data: data.pop("stages"), "damaged"),
+])  # fmt: skip
 def test_a_wrong_profile_is_refused(tmp_path, change, message):
     path = tmp_path / "profile.json"
     p.save_profile(path, PROFILE)

@@ -101,35 +101,29 @@ def only_storage(error: BaseException) -> bool:
     return isinstance(error, StorageError)
 
 
-@pytest.mark.parametrize(
-    ("option", "storage", "os_error"),
-    [
-        ((), False, True),
-        ([StorageError], True, True),
-        ([f"{__name__}.StorageError", "builtins.KeyError"], True, True),
-        (only_storage, True, False),
-    ],
-)
+@pytest.mark.parametrize(("option", "storage", "os_error"), [
+    ((), False, True),
+    ([StorageError], True, True),
+    ([f"{__name__}.StorageError", "builtins.KeyError"], True, True),
+    (only_storage, True, False),
+])  # fmt: skip
 def test_the_option_adds_classes_or_decides_alone(option, storage, os_error):
     is_suspect = suspicion_of(option)
     assert (is_suspect(StorageError()), is_suspect(OSError())) == (storage, os_error)
     assert not suspicion_of(lambda _: True)(InjectedFaultError())
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"machine_errors": "OSError"}, ["'OSError'", "list"]),
-        ({"machine_errors": OSError}, ["OSError", "list"]),
-        ({"machine_errors": 3}, ["3", "list"]),
-        ({"machine_errors": ["botocore.ClientErrr"]}, ["'botocore.ClientErrr'", "dotted name"]),
-        ({"machine_errors": ["os.path"]}, ["'os.path'"]),
-        ({"machine_errors": [int]}, ["int", "Exception"]),
-        ({"machine_errors": [KeyboardInterrupt]}, ["KeyboardInterrupt"]),
-        ({"machine_error_retries": -1}, ["machine_error_retries=-1", "at least 0"]),
-        ({"machine_error_retries": True}, ["machine_error_retries=True"]),
-    ],
-)
+@pytest.mark.parametrize(("options", "words"), [
+    ({"machine_errors": "OSError"}, ["'OSError'", "list"]),
+    ({"machine_errors": OSError}, ["OSError", "list"]),
+    ({"machine_errors": 3}, ["3", "list"]),
+    ({"machine_errors": ["botocore.ClientErrr"]}, ["'botocore.ClientErrr'", "dotted name"]),
+    ({"machine_errors": ["os.path"]}, ["'os.path'"]),
+    ({"machine_errors": [int]}, ["int", "Exception"]),
+    ({"machine_errors": [KeyboardInterrupt]}, ["KeyboardInterrupt"]),
+    ({"machine_error_retries": -1}, ["machine_error_retries=-1", "at least 0"]),
+    ({"machine_error_retries": True}, ["machine_error_retries=True"]),
+])  # fmt: skip
 def test_wrong_options_are_refused_at_once(options, words):
     with pytest.raises(ConfigurationError) as caught:
         recycle_strategy(**options)

@@ -99,16 +99,13 @@ def test_storages_count_once_and_without_those_excluded():
     assert storage_bytes([base], {base.untyped_storage().data_ptr()}) == 0
 
 
-@pytest.mark.parametrize(
-    ("membership", "files", "limit"),
-    [
-        ("0::/job/task\n", {"job/memory.max": "1000000", "job/task/memory.max": "max"}, 1_000_000),
-        ("0::/outside\n", {"memory.max": "2000000"}, 2_000_000),  # a container sees its own group as the root
-        ("4:cpu:/x\n7:memory:/job\n", {"memory/job/memory.limit_in_bytes": "3000000"}, 3_000_000),
-        ("4:cpu:/x\n", {}, None),
-        ("0::/job\n", {"job/memory.max": "max"}, None),
-    ],
-)
+@pytest.mark.parametrize(("membership", "files", "limit"), [
+    ("0::/job/task\n", {"job/memory.max": "1000000", "job/task/memory.max": "max"}, 1_000_000),
+    ("0::/outside\n", {"memory.max": "2000000"}, 2_000_000),  # a container sees its own group as the root
+    ("4:cpu:/x\n7:memory:/job\n", {"memory/job/memory.limit_in_bytes": "3000000"}, 3_000_000),
+    ("4:cpu:/x\n", {}, None),
+    ("0::/job\n", {"job/memory.max": "max"}, None),
+])  # fmt: skip
 def test_the_limit_of_a_container_or_job_counts(membership, files, limit, tmp_path):
     (tmp_path / "membership").write_text(membership)
     for name, text in files.items():
@@ -121,13 +118,10 @@ def test_the_limit_of_a_container_or_job_counts(membership, files, limit, tmp_pa
     assert found == (whole if limit is None else limit)
 
 
-@pytest.mark.parametrize(
-    ("membership", "folder", "names"),
-    [
-        ("0::/job\n", "job", ("memory.max", "memory.current", "inactive_file")),
-        ("7:memory:/job\n", "memory/job", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
-    ],
-)
+@pytest.mark.parametrize(("membership", "folder", "names"), [
+    ("0::/job\n", "job", ("memory.max", "memory.current", "inactive_file")),
+    ("7:memory:/job\n", "memory/job", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
+])  # fmt: skip
 def test_what_a_container_or_job_uses_is_not_free(membership, folder, names, tmp_path):
     limit, used, files = names
     (tmp_path / "membership").write_text(membership)

@@ -143,13 +143,10 @@ def spoil(path: Path, how: str) -> None:
         (path / "meta.pt").unlink()
 
 
-@pytest.mark.parametrize(
-    ("sharded", "how"),
-    [
-        *((sharded, how) for sharded in (False, True) for how in ("cut", "overwritten", "zeros", "empty")),
-        (True, "a file is missing"),
-    ],
-)
+@pytest.mark.parametrize(("sharded", "how"), [
+    *((sharded, how) for sharded in (False, True) for how in ("cut", "overwritten", "zeros", "empty")),
+    (True, "a file is missing"),
+])  # fmt: skip
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(sharded, how, tmp_path, caplog):
     for step, name in enumerate(("step=1.ckpt", "last.ckpt", "last-v1.ckpt"), 1):
         save(tmp_path / name, step, sharded)

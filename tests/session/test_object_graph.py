@@ -90,11 +90,8 @@ def test_attributes_of_every_kind_arrive_in_the_receivers_own_objects():
     objects = ("net", "helper", "slotted", "schedule", "outputs", "by_name")
     before = [getattr(receiver, name) for name in objects]
     weight, seen, lock, generators = (
-        receiver.net[0].weight,
-        receiver.helper.seen,
-        receiver.helper.lock,
-        receiver.generators,
-    )
+        receiver.net[0].weight, receiver.helper.seen, receiver.helper.lock, receiver.generators,
+    )  # fmt: skip
     _carried(sender, receiver)
     assert all(getattr(receiver, name) is value for name, value in zip(objects, before, strict=True))
     assert receiver.alpha == 0.5

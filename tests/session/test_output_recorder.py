@@ -24,18 +24,15 @@ def shown(value: Any) -> Any:
     return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
-@pytest.mark.parametrize(
-    ("values", "joined", "predicted"),
-    [
-        ([tensor(1.0), tensor(4.0)], 3.0, [1.0, 4.0]),  # of one sample and of two
-        ([1, 4], 3.0, [1, 4]),
-        ([None, 4], 4.0, [None, 4]),
-        ([None, None], None, None),
-        (["a", "b"], ["a", "b"], ["a", "b"]),
-        ([[1], [2, 3]], [1, 2, 3], [1, 2, 3]),
-        ([tensor([1]), tensor([2, 3])], [1, 2, 3], [1, 2, 3]),
-    ],
-)
+@pytest.mark.parametrize(("values", "joined", "predicted"), [
+    ([tensor(1.0), tensor(4.0)], 3.0, [1.0, 4.0]),  # of one sample and of two
+    ([1, 4], 3.0, [1, 4]),
+    ([None, 4], 4.0, [None, 4]),
+    ([None, None], None, None),
+    (["a", "b"], ["a", "b"], ["a", "b"]),
+    ([[1], [2, 3]], [1, 2, 3], [1, 2, 3]),
+    ([tensor([1]), tensor([2, 3])], [1, 2, 3], [1, 2, 3]),
+])  # fmt: skip
 def test_micro_batches_become_one(values, joined, predicted):
     returned = StepOutputs(values, [1, 2])
     assert shown(returned.joined()) == joined
@@ -61,21 +58,18 @@ STRIDED = [range(0, 4, 2), range(1, 4, 2)]
 TWICE = [range(0, 8, 2), range(1, 8, 2)]
 
 
-@pytest.mark.parametrize(
-    ("values", "divisions", "joined"),
-    [
-        ([tensor([0, 2]), tensor([1, 3])], [STRIDED], [0, 1, 2, 3]),
-        ([[0, 2], [1, 3]], [STRIDED], [0, 1, 2, 3]),
-        ([tensor([0, 1, 4, 5]), tensor([2, 3, 6, 7])], [STRIDED], [0, 1, 2, 3, 4, 5, 6, 7]),  # two rows per sample
-        ([tensor([0, 2, 4, 6]), tensor([1, 3, 5, 7])], [STRIDED, TWICE], [0, 1, 2, 3, 4, 5, 6, 7]),  # of one loader
-        ([tensor([0, 2, 4]), tensor([1, 3, 5])], [STRIDED], [0, 2, 4, 1, 3, 5]),  # no rows of samples
-        ([tensor([0, 2]), tensor([1, 3, 5])], [STRIDED], [0, 2, 1, 3, 5]),
-        ([None, tensor([1, 3])], [STRIDED], [1, 3]),
-        ([tensor([0, 1]), tensor([7, 8])], [[range(2), range(2)]], [0, 1]),  # the same samples, computed twice
-        ([(tensor([0, 2]), 1.0), (tensor([1, 3]), 3.0)], [STRIDED], ([0, 1, 2, 3], 2.0)),
-        ([{"a": [0, 2]}, {"a": [1, 3], "b": tensor([5, 4])}], [STRIDED], {"a": [0, 1, 2, 3], "b": [5, 4]}),
-    ],
-)
+@pytest.mark.parametrize(("values", "divisions", "joined"), [
+    ([tensor([0, 2]), tensor([1, 3])], [STRIDED], [0, 1, 2, 3]),
+    ([[0, 2], [1, 3]], [STRIDED], [0, 1, 2, 3]),
+    ([tensor([0, 1, 4, 5]), tensor([2, 3, 6, 7])], [STRIDED], [0, 1, 2, 3, 4, 5, 6, 7]),  # two rows per sample
+    ([tensor([0, 2, 4, 6]), tensor([1, 3, 5, 7])], [STRIDED, TWICE], [0, 1, 2, 3, 4, 5, 6, 7]),  # of one loader
+    ([tensor([0, 2, 4]), tensor([1, 3, 5])], [STRIDED], [0, 2, 4, 1, 3, 5]),  # no rows of samples
+    ([tensor([0, 2]), tensor([1, 3, 5])], [STRIDED], [0, 2, 1, 3, 5]),
+    ([None, tensor([1, 3])], [STRIDED], [1, 3]),
+    ([tensor([0, 1]), tensor([7, 8])], [[range(2), range(2)]], [0, 1]),  # the same samples, computed twice
+    ([(tensor([0, 2]), 1.0), (tensor([1, 3]), 3.0)], [STRIDED], ([0, 1, 2, 3], 2.0)),
+    ([{"a": [0, 2]}, {"a": [1, 3], "b": tensor([5, 4])}], [STRIDED], {"a": [0, 1, 2, 3], "b": [5, 4]}),
+])  # fmt: skip
 def test_rows_of_samples_get_the_order_of_the_batch(values, divisions, joined):
     found = StepOutputs(values, [2, 2]).joined(divisions)
     if isinstance(found, dict):
@@ -115,16 +109,13 @@ def in_parts(metric: Metric, seen: Any, steps: int, parts: int) -> Metric:
     return metric
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        regression.PearsonCorrCoef,
-        regression.ConcordanceCorrCoef,
-        partial(OwnReduction, partial(torch.prod, dim=0)),
-        partial(OneValue, window=3),
-        partial(OneValue, window=9),
-    ],
-)
+@pytest.mark.parametrize("make", [
+    regression.PearsonCorrCoef,
+    regression.ConcordanceCorrCoef,
+    partial(OwnReduction, partial(torch.prod, dim=0)),
+    partial(OneValue, window=3),
+    partial(OneValue, window=9),
+])  # fmt: skip
 def test_a_metric_put_together_from_micro_batches_is_that_of_whole_batches(make):
     seen = torch.randn(2, 5, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     seen[1] += seen[0]
@@ -141,13 +132,10 @@ def test_a_reduction_that_depends_on_the_parts_is_refused(reduction):
         in_parts(OwnReduction(reduction), torch.randn(2, 2, 4), steps=2, parts=2)
 
 
-@pytest.mark.parametrize(
-    ("metric", "remedy"),
-    [
-        (MinMaxMetric(regression.MeanSquaredError()), "Log the metric inside it"),
-        (regression.NormalizedRootMeanSquaredError(), r"Log MeanSquaredError\(squared=False\)"),
-    ],
-)
+@pytest.mark.parametrize(("metric", "remedy"), [
+    (MinMaxMetric(regression.MeanSquaredError()), "Log the metric inside it"),
+    (regression.NormalizedRootMeanSquaredError(), r"Log MeanSquaredError\(squared=False\)"),
+])  # fmt: skip
 def test_a_metric_that_has_no_parts_is_refused_with_a_remedy(metric, remedy):
     with pytest.raises(UnsupportedFeatureError, match=rf"metric \({type(metric).__name__}\).*{remedy}"):
         in_parts(metric, torch.randn(2, 2, 4), steps=1, parts=2)

@@ -156,18 +156,15 @@ def test_all_policies_share_settings_and_defaults():
         assert different == allowed.get(kind, set()), kind
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"schedule": "gpipe"}, "schedule='gpipe'"),
-        ({"checkpoint": "tape"}, "checkpoint='tape'"),
-        ({"checkpoint_every": "sometimes"}, "checkpoint_every"),
-        ({"checkpoint_every": 0}, "checkpoint_every"),
-        ({"agreement": -1.0}, "agreement"),
-        ({"storage": 0.0}, "storage"),
-        ({"effort": -1}, "effort"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"schedule": "gpipe"}, "schedule='gpipe'"),
+    ({"checkpoint": "tape"}, "checkpoint='tape'"),
+    ({"checkpoint_every": "sometimes"}, "checkpoint_every"),
+    ({"checkpoint_every": 0}, "checkpoint_every"),
+    ({"agreement": -1.0}, "agreement"),
+    ({"storage": 0.0}, "storage"),
+    ({"effort": -1}, "effort"),
+])  # fmt: skip
 def test_impossible_settings_are_refused(settings, message):
     for kind in KINDS:
         with pytest.raises(ConfigurationError, match=message):

@@ -117,15 +117,12 @@ def test_what_is_no_duration_is_refused(wrong):
         sim.Poisson(mtbf=wrong)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda: sim.FailureRate("google"),
-        lambda: sim.FailedFraction(1.5),
-        lambda: sim.TraceReplay("nowhere"),
-        lambda: sim.Scripted([(0.0, (99,), None)]).changes(CLUSTER, DAY, 0),
-    ],
-)
+@pytest.mark.parametrize("wrong", [
+    lambda: sim.FailureRate("google"),
+    lambda: sim.FailedFraction(1.5),
+    lambda: sim.TraceReplay("nowhere"),
+    lambda: sim.Scripted([(0.0, (99,), None)]).changes(CLUSTER, DAY, 0),
+])  # fmt: skip
 def test_impossible_settings_are_refused(wrong):
     with pytest.raises(ConfigurationError):
         wrong()

@@ -10,18 +10,15 @@ from lightning_recycle.planning import Costs, Problem, Technique, one_f_one_b
 from lightning_recycle.simulation import Gpu, Transformer, available_models, get_model
 
 
-@pytest.mark.parametrize(
-    ("name", "billions", "gpus", "shape"),
-    [
-        ("gpt3_medium", 0.355, 32, (16, 2)),
-        ("gpt3_3_35b", 3.35, 32, (8, 4)),
-        ("gpt3_6_7b", 6.7, 32, (4, 8)),
-        ("megatron_18_4b", 18.4, 256, (16, 16)),
-        ("megatron_39_1b", 39.1, 512, (16, 32)),
-        ("megatron_76_1b", 76.1, 1024, (16, 64)),
-        ("megatron_145_6b", 145.6, 1536, (24, 64)),
-    ],
-)
+@pytest.mark.parametrize(("name", "billions", "gpus", "shape"), [
+    ("gpt3_medium", 0.355, 32, (16, 2)),
+    ("gpt3_3_35b", 3.35, 32, (8, 4)),
+    ("gpt3_6_7b", 6.7, 32, (4, 8)),
+    ("megatron_18_4b", 18.4, 256, (16, 16)),
+    ("megatron_39_1b", 39.1, 512, (16, 32)),
+    ("megatron_76_1b", 76.1, 1024, (16, 64)),
+    ("megatron_145_6b", 145.6, 1536, (24, 64)),
+])  # fmt: skip
 def test_models_have_the_papers_sizes(name, billions, gpus, shape):
     model = get_model(name)
     assert model.transformer.parameters / 1e9 == pytest.approx(billions, rel=0.01)
@@ -80,16 +77,13 @@ def test_costs_grow_with_a_stages_part_and_replicas_cost_a_longer_ring():
     assert model.costs((32,)).communication == 0
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"throughput": 1e5}, "cannot be faster"),
-        ({"gpu": "A10"}, r"gpu='A10'\): choose one of V100"),
-        ({"gpu": "A100-40G"}, r"or give a Gpu\(...\). Did you mean 'A100-40GB'\?$"),
-        ({"global_batch": 100}, "need a multiple of 16"),
-        ({"stages": 0}, "stages=0"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"throughput": 1e5}, "cannot be faster"),
+    ({"gpu": "A10"}, r"gpu='A10'\): choose one of V100"),
+    ({"gpu": "A100-40G"}, r"or give a Gpu\(...\). Did you mean 'A100-40GB'\?$"),
+    ({"global_batch": 100}, "need a multiple of 16"),
+    ({"stages": 0}, "stages=0"),
+])  # fmt: skip
 def test_impossible_settings_are_refused(changes, message):
     with pytest.raises(ConfigurationError, match=message):
         get_model("gpt3_medium", **changes)
@@ -132,15 +126,12 @@ def test_measured_stages_cannot_be_cut_otherwise():
         sim.simulate(model, sim.Cluster.of(model), sim.Oobleck(effort=0), sim.Scripted([sim.Outage(50.0, (1,))]), 200.0)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"stages": 3}, "3 stages, the costs have 2"),
-        ({"costs": Costs.uniform(2, 0.0, 0.0, 0.0)}, "no time at all"),
-        ({"throughput": 0.1}, "no calibration"),
-        ({"global_batch": 17}, "need a multiple of 3"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"stages": 3}, "3 stages, the costs have 2"),
+    ({"costs": Costs.uniform(2, 0.0, 0.0, 0.0)}, "no time at all"),
+    ({"throughput": 0.1}, "no calibration"),
+    ({"global_batch": 17}, "need a multiple of 3"),
+])  # fmt: skip
 def test_impossible_settings_are_refused_of_measured_model(changes, message):
     with pytest.raises(ConfigurationError, match=message):
         measured(**changes)
