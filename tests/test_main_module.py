@@ -1,7 +1,5 @@
 """Which definitions of a script workers find by importing it, and what becomes of the others."""
 
-from __future__ import annotations
-
 import gc
 import io
 import pickle

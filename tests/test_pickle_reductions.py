@@ -1,7 +1,5 @@
 """Pickles between processes that do the same work keep hooks, shared memory, parametrizations and mapped files."""
 
-from __future__ import annotations
-
 import io
 import pickle
 from typing import Any

@@ -1,7 +1,5 @@
 """Tensors as bytes in pickles, and their checksums: any wrong bit shows."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import random

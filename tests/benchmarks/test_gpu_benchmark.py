@@ -1,7 +1,5 @@
 """What benchmarks/gpu.py does with NCCL, over its imitation; and the transport that it would make on a device."""
 
-from __future__ import annotations
-
 import gpu
 import pytest
 import torch

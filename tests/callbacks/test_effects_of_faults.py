@@ -1,7 +1,5 @@
 """Effects of faults on a process and on numbers."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

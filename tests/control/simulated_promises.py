@@ -16,8 +16,6 @@
   more, or because all that hold a stage cannot reach a worker that the others need.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from itertools import chain, combinations

@@ -15,8 +15,6 @@ writes something down. Then another one is started from what was written, and th
 What must hold is in :mod:`simulated_promises`, and in the assertions of :mod:`simulated_workers`.
 """
 
-from __future__ import annotations
-
 import heapq
 import random
 import sys

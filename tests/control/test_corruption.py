@@ -1,7 +1,5 @@
 """Wrong bits and values that are not finite: verdicts, and what follows for the run."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Positions of several processes: ranks and places, the roster, what is left of broken positions."""
 
-from __future__ import annotations
-
 import pytest
 from control_plane import ControlPlane, die
 from hypothesis import given

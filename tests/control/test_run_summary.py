@@ -1,7 +1,5 @@
 """The lines at the end of a run say what its record says."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from lightning_recycle.control.monitoring.history import Event, summary

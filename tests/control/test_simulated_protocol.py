@@ -5,8 +5,6 @@ A history is a number: ``python tests/control/simulated_run.py NUMBER`` replays 
 All 100,000 of them, and all mutations: ``pytest -m "long or exhaustive" tests/control/test_simulated_protocol.py``.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 import textwrap

@@ -1,7 +1,5 @@
 """Vacancies: how empty positions are filled."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Callable

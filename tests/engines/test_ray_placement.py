@@ -1,7 +1,5 @@
 """Where the workers of a grid go, over plain data."""
 
-from __future__ import annotations
-
 from itertools import islice
 
 import pytest

@@ -1,7 +1,5 @@
 """Workers find their run in the environment; a script that is started several times trains once, or not at all."""
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess

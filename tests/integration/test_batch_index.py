@@ -1,7 +1,5 @@
 """Hooks of a PipelineModule that ask for ``batch_idx`` and ``dataloader_idx`` get those of one device."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning as L

@@ -1,7 +1,5 @@
 """Parameters that come, go, freeze and change places while a run goes on get gradients as on one device."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from functools import cache

@@ -3,8 +3,6 @@
 The backend is "aot_eager": all of torch.compile but the compiler of the machine's own language.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning as L

@@ -1,7 +1,5 @@
 """Forwards that are computed again because memory is short: shorter steps within the limit, and the same result."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A property of all modules: whatever their steps keep, change and override, a grid equals one process."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from typing import Any

@@ -4,8 +4,6 @@ Everybody waits before step ``CHANGE`` until the coordinator has announced the c
 however slow the machine is.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """A run begins with the workers that are there, and others join it: the result is that of all of them."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

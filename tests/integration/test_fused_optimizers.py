@@ -1,7 +1,5 @@
 """Optimizers of torch that step all parameters at once, with a tensor as counter: as exact as others, whoever dies."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A lost worker is replaced while the others train, and neither its loss nor its return shows in the result."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

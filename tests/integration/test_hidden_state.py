@@ -1,7 +1,5 @@
 """What a training step keeps for the next one is its own, whoever computes the next one."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

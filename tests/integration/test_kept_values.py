@@ -1,7 +1,5 @@
 """Whatever a step changes in its module begins for each micro-batch as at the step's beginning, whoever runs it."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import random

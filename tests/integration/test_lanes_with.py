@@ -1,7 +1,5 @@
 """More workers than the batch has pipelines, with all else that a run can do: one of them is killed each time."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

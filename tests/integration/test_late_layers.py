@@ -1,7 +1,5 @@
 """``configure_pipeline()`` may need what ``setup()`` and the data module make."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning as L

@@ -1,7 +1,5 @@
 """Modules that optimize by themselves train as under Lightning's DDP, whoever dies at whatever moment of a step."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

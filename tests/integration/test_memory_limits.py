@@ -1,7 +1,5 @@
 """Memory: what a worker holds, counted in it by itself, stays below the limit, whoever fails and whenever."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

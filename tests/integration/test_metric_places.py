@@ -1,7 +1,5 @@
 """A torchmetrics object is whole wherever a user keeps it, or refused by name."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache

@@ -1,7 +1,5 @@
 """A replacement gets what its peer has before anything runs in it; if it differs all the same, it goes, not the run."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A NaN is the model's only if a peer gets it, too; otherwise the user never sees it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning as L

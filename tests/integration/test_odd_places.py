@@ -3,8 +3,6 @@
 Each module trains on one device, and on two workers of which one is killed and replaced after hooks have changed it.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import MethodType
 from typing import Any

@@ -1,7 +1,5 @@
 """A LightningModule that knows nothing of pipelines trains as on one device, with one stage, whoever dies."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

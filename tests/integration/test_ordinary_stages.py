@@ -3,8 +3,6 @@
 What a step may be, and what is refused, is in tests/model/test_chain_parts.py; here is what needs processes.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a run shows: on a terminal, in metrics, as warnings. Plain Lightning is the measure."""
 
-from __future__ import annotations
-
 import logging
 import os
 import pty

@@ -1,7 +1,5 @@
 """Who joins a running training holds what its peers hold, and decides what they decide."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``self(x)`` in hooks evaluates the whole pipeline, on every worker, whoever dies meanwhile."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

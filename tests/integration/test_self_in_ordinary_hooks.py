@@ -1,7 +1,5 @@
 """``self(x)`` in hooks of an ordinary module in several stages: all get what one device gives, whoever dies."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

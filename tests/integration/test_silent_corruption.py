@@ -1,7 +1,5 @@
 """Bits that flip without an error: the worker that holds or computes them is named, and the run goes on without it."""
 
-from __future__ import annotations
-
 import os
 import time
 from typing import Any

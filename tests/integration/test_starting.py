@@ -1,7 +1,5 @@
 """However a script is started, workers have what it defines: the same script as plain Lightning runs it."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

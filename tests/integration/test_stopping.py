@@ -1,7 +1,5 @@
 """``trainer.should_stop``, set by a callback on all workers or on some: all stop at the same step."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -3,8 +3,6 @@
 None of these tests has run on a device yet. What they are made of has, on the processor.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning as L

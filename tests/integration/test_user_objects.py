@@ -1,7 +1,5 @@
 """Whatever users keep in their objects: a replacement has it from its peer."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from typing import Any

@@ -2,8 +2,6 @@
 behind when it is run once more; machines that round in another way; values that cannot be sent.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Tensors that training steps write are those of an undisturbed run, whoever runs the micro-batches."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What an override of ``optimizer_zero_grad`` leaves in ``.grad`` counts, as on one device, whoever dies."""
 
-from __future__ import annotations
-
 import itertools
 from functools import cache
 from typing import Any

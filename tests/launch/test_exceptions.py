@@ -1,7 +1,5 @@
 """Exceptions keep class, message and attributes between processes."""
 
-from __future__ import annotations
-
 import pickle
 import sys
 import threading

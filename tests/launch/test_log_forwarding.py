@@ -1,7 +1,5 @@
 """Log records on their way from workers to the handlers of the launching process."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """What the launching process sends to workers: its settings, and an error for what cannot be sent."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import threading

@@ -1,7 +1,5 @@
 """The stages of an ordinary module, one after another in this process: gradients are those of the whole."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import random

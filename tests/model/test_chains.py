@@ -1,7 +1,5 @@
 """Which submodules are taken for the chain of a module, and what is said where that is not clear."""
 
-from __future__ import annotations
-
 import pytest
 from torch import nn
 

@@ -1,7 +1,5 @@
 """``ModelPruning`` with one stage: the same parameters are masked as on one device, whoever dies or joins."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning as L

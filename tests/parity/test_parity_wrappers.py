@@ -1,7 +1,5 @@
 """torchmetrics' wrappers, through a Trainer with two workers and a kill: equal to one device, or refused by name."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Where workers check each other: in idle times, else at the rate that is allowed."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Grids with more lanes than pipelines: the same micro-batches on more workers."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """Memory in bytes: no plan exceeds it, and each backward is split or fused as it allows."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """One worker's part of a schedule, and whom it must reach for it."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import pytest

@@ -1,7 +1,5 @@
 """Forwards that are computed again: only where memory makes a plan slow, within memory, and as the definition says."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Compiled layers take part in the split backward, in graphs without breaks."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

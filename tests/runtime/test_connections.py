@@ -1,7 +1,5 @@
 """Who connects: with the key of the run, and nobody else, whatever he sends; and who does not answer."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -2,8 +2,6 @@
 those that a mutation in test_nccl_histories.py needs to be noticed, and those that follow from others, as circles do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

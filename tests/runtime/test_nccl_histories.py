@@ -4,8 +4,6 @@ A history is a number: ``python tests/runtime/nccl_histories.py NUMBER`` replays
 ``pytest -m exhaustive tests/runtime/test_nccl_histories.py``.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 from types import ModuleType

@@ -1,7 +1,5 @@
 """The calls of NCCL's C library, against a stub that is compiled with its declarations and notes what it is given."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import importlib

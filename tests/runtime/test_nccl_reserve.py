@@ -1,7 +1,5 @@
 """Communicators that are begun for the next generation: which, who uses them, what an abort leaves."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

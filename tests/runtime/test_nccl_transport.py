@@ -1,7 +1,5 @@
 """The thread, the links and the agreement of the transport over NCCL: two workers in one process, imitated devices."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

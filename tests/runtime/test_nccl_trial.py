@@ -2,8 +2,6 @@
 those who are connected afterwards mean the same. Threads in this process, imitated devices.
 """
 
-from __future__ import annotations
-
 import random
 
 import pytest

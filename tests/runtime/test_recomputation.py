@@ -1,7 +1,5 @@
 """A forward that is computed again for its backward: the same bits, and between both runs only the input is kept."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Sequence

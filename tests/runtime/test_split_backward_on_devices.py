@@ -1,7 +1,5 @@
 """The split backward has the bits of the fused one on a device too; on the processor these tests run everywhere."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

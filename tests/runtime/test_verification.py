@@ -1,7 +1,5 @@
 """Each micro-batch can be compared, whatever the order of a worker's operations, and nothing changes by that."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """What a header says of a value."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What the micro-batches of a manual step leave in the module is theirs alone, wherever in its tree it is."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning as L

@@ -1,7 +1,5 @@
 """The values in a module's tree: what a block changes is found, taken back and told; other writes are refused."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

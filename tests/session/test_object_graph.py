@@ -1,7 +1,5 @@
 """The graph of the user's objects: whatever they hold arrives, in the receiver's own objects."""
 
-from __future__ import annotations
-
 import random
 import threading
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The order of parameters in a checkpoint is that of one device, whatever the stages have."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """How what the user's steps returned for the micro-batches of a step becomes one value."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Checks cost a thousandth of the time, and find a wrong bit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """What workers compare before they evaluate the model together."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

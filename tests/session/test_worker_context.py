@@ -1,7 +1,5 @@
 """Steps that ask torch for a process group, and workers that are alone."""
 
-from __future__ import annotations
-
 import warnings
 from types import SimpleNamespace
 from typing import Any

@@ -6,8 +6,6 @@ an entry point of torch's group "torch.backends". So workers, fork servers and s
 ``SIMULATED_DEVICES``: how many there are (16). ``SIMULATED_MEMORY``: bytes of each, with commas (4 GiB).
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

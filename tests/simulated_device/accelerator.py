@@ -1,7 +1,5 @@
 """Lightning's accelerator for simulated devices, and such devices where a test asks for the processor."""
 
-from __future__ import annotations
-
 import functools
 import os
 from typing import Any

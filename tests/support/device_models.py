@@ -4,8 +4,6 @@ Whoever imports this module gives the workers of a shared device different names
 each. NCCL 2.30 and newer allow that; older ones are told that each worker is another host.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -7,8 +7,6 @@ project's: its training step runs the micro-batches of all pipelines one after t
 kept, which is the rule that :mod:`lightning_recycle` promises to follow on every grid.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections import Counter, deque

@@ -1,7 +1,5 @@
 """A model that holds large tensors for each micro-batch, and what its workers counted of them."""
 
-from __future__ import annotations
-
 import json
 import os
 import weakref

@@ -3,8 +3,6 @@
 :func:`assault` says it to a coordinator.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import socket

@@ -1,7 +1,5 @@
 """Models whose workers exchange payloads and sums by the imitated NCCL: whoever imports this module does."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch

@@ -1,7 +1,5 @@
 """Steps by hand over the stages of a model, all of them in this process."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
