@@ -72,7 +72,6 @@ def in_child() -> Iterator[Callable[[str], str]]:
     """Runs a code with torch in a process of its own, and returns what it prints."""
     command = [sys.executable, "-c", FORKING]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None
 
         def run_in_child(code: str) -> str:
             print(json.dumps(code), file=process.stdin, flush=True)

@@ -103,7 +103,6 @@ class Diary(pl.Callback):
         collectives = strategy.session.collectives
         column = collectives.positions.column(collectives.rank)
         entry = Entry(what, time.monotonic_ns(), os.getpid(), column, self._generation(), step, microbatches)
-        assert self._file is not None
         self._file.write((json.dumps(asdict(entry)) + "\n").encode())
 
 

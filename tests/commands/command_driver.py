@@ -53,8 +53,6 @@ def _driver() -> subprocess.Popen[str]:
 def run_all(command: str, directory: Path, *calls: list[str]) -> list[Answer]:
     """Exit code, output and errors of each call; fails when any of them has imported torch."""
     driver = _driver()
-    assert driver.stdin is not None
-    assert driver.stdout is not None
     print(json.dumps([_MODULES[command], command, str(directory), calls]), file=driver.stdin, flush=True)
     answers = driver.stdout.readline()
     assert answers, "the process has ended; its traceback is above"

@@ -40,10 +40,8 @@ class Restarted:
         next_line(self.process)
 
     def kill(self) -> None:
-        assert self.process is not None
         self.process.kill()
         self.process.wait()
-        assert self.process.stdout is not None
         self.process.stdout.close()
 
     def client(self, patience: float = LONG) -> ThreadClient:
@@ -102,7 +100,6 @@ def test_workers_agree_whenever_the_coordinator_was_killed(coordinator):
     assert all(other == first for other in others)
     assert [told[0] for told in first[:-1]] == list(range(1, steps + 1))
     assert '"kind": "failure"' not in coordinator.record
-    assert coordinator.process is not None
     assert coordinator.process.wait(LONG) == 0, coordinator.record
 
 

@@ -165,7 +165,6 @@ def test_originals_are_judged_among_themselves():
 
 def at_boundary(state: s.MembershipState, step: int) -> tuple[s.MembershipState, list[s.Command]]:
     """All answer the pause in ``step`` - 1 and stop at ``step``."""
-    assert state.generation.pause is not None
     generation, number = state.generation.number, state.generation.pause.number
     state, _ = feed(state, *(m.Paused(rank, generation, step - 1, number) for rank in state.roster.ranks))
     state, _ = feed(state, *(told(rank, step - 1, None) for rank in state.roster.ranks))

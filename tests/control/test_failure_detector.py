@@ -55,7 +55,6 @@ def test_a_worker_is_suspected_when_it_is_at_work_for_longer_than_its_work_can_t
 
 def test_the_reason_names_the_operation_and_how_long_it_took_and_may_take():
     sign = sign_of_work(working(12.34), 0.1, TIMEOUT)
-    assert sign is not None
     assert sign.cause == (
         "it has been in 'F at work' for 12.3 s without waiting for anybody, more than the 5.0 s that it may take"
     )
@@ -68,7 +67,6 @@ def test_a_short_timeout_does_not_cut_a_recovery_short():
 
 def test_where_no_peer_is_well_any_work_has_the_patience_of_what_has_no_usual_duration():
     sign = sign_of_work(working(1.0), 0.1, TIMEOUT, patience=77.0)
-    assert sign is not None
     assert (sign.limit, sign.bound) == (TIMEOUT, 77.0)
 
 

@@ -27,7 +27,6 @@ def test_all_may_want_the_same():
 
 def test_a_user_wants_a_layout_also_after_a_loss_and_the_planner_for_its_workers_only():
     state, _ = feed(running(), m.LayoutWanted(0, CUTS), s.Lost(3, "killed"))
-    assert state.layout.wanted is not None
     assert state.layout.wanted.is_for((0, 1, 2))
     state, commands = feed(state, *reports((0, 1, 2), 1, 0))
     assert messages(commands, m.Pause)

@@ -140,7 +140,6 @@ def test_a_process_that_died_is_started_again(process, gated):
 def test_a_signal_that_is_sent_to_all_processes_is_left_to_the_one_that_asks(process):
     process.ask(QUICK, WANTED)
     first = process.pid
-    assert first is not None
     for number in (signal.SIGTERM, signal.SIGINT):
         os.kill(first, number)
     process.ask(QUICK, WANTED)
@@ -150,7 +149,6 @@ def test_a_signal_that_is_sent_to_all_processes_is_left_to_the_one_that_asks(pro
 def test_a_process_that_died_while_nothing_was_asked_is_started_again(process):
     process.ask(QUICK, WANTED)
     first = process.pid
-    assert first is not None
     os.kill(first, signal.SIGKILL)
     assert wait_for(lambda: not is_alive(first), PATIENCE)
     process.ask(QUICK, WANTED)
@@ -180,7 +178,6 @@ def test_another_process_gets_a_question_that_a_stopped_one_does_not_even_read(p
         process._running()  # its connection waits no longer than that
     process.ask(QUICK, WANTED)
     first = process.pid
-    assert first is not None
     os.kill(first, signal.SIGSTOP)
     with pytest.raises(PlanningError, match="no licence"):
         process.ask(partial(make_plan, LARGE, Heavy()), WANTED)

@@ -428,7 +428,6 @@ def test_a_stream_of_a_training_without_one_global_batch_is_an_error():
 def split_by_dataset(worker_id: int) -> None:
     """A ``worker_init_fn`` as PyTorch's documentation has it."""
     info = get_worker_info()
-    assert info is not None
     info.dataset.first = worker_id
 
 

@@ -100,7 +100,6 @@ def test_other_examples_run(block, tmp_path, monkeypatch):
             for alias in node.names:
                 assert importlib.util.find_spec(alias.name), f"{block.place}: {alias.name}"
         elif isinstance(node, ast.ImportFrom):
-            assert node.module is not None
             module = importlib.import_module(node.module)
             for alias in node.names:
                 assert hasattr(module, alias.name), f"{block.place}: {node.module}.{alias.name}"
@@ -267,7 +266,6 @@ def test_the_kinds_of_faults_are_those_of_the_code():
 
 def test_the_faults_of_the_examples_are_those_of_the_configuration():
     line = re.search(r"`faults=(\w+)`,\n?([^.]*)\.", text("fault_injection.md"))
-    assert line is not None
     named = {line.group(1), *names_in(line.group(2))}
     assert named == {path.stem for path in (ROOT / "conf" / "faults").glob("*.yaml")}
 
@@ -383,8 +381,6 @@ def test_the_comparison_has_no_figure_of_its_own():
 
 def module_of(name: str) -> Any:
     spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

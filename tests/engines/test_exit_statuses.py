@@ -65,7 +65,6 @@ class Process:
         self._reader.start()
 
     def _read(self) -> None:
-        assert self.popen.stdout is not None
         for line in self.popen.stdout:
             with self._news:
                 self.lines.append(line)

@@ -66,7 +66,6 @@ def test_whoever_is_selected_exists():
 def test_a_worker_finds_its_run_in_the_environment_of_its_container():
     variables = environment("workers", FIELDS, KEY)
     found = discover(variables)
-    assert found is not None
     (service,) = of_kind("Service")
     assert found.coordinator == (service["metadata"]["name"], service["spec"]["ports"][0]["port"])
     assert (found.node, found.host, found.device) == ("node-7", "10.1.2.3", 0)
@@ -98,7 +97,6 @@ def test_the_network_policy_lets_pass_what_is_needed_and_no_more():
         return {(rule["port"], rule.get("endPort", rule["port"])) for rule in policy["spec"]["ingress"][0]["ports"]}
 
     ports = port_range(environment("workers", FIELDS, KEY))
-    assert ports is not None
     of_workers = {(ports[0], ports[-1])}
     assert allowed("recycle") == allowed("recycle-from-spot") == {(29400, 29400)} | of_workers
     assert allowed("recycle-spot") == of_workers

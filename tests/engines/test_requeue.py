@@ -52,7 +52,6 @@ class Srun:
 
     def start(self, **task: Any) -> int:
         """Starts a task; returns the number of its process."""
-        assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(task) + "\n")
         self._process.stdin.flush()
         return self._started.get(timeout=100)
@@ -66,7 +65,6 @@ class Srun:
         self._process.wait()
 
     def _listen(self) -> None:
-        assert self._process.stdout is not None
         for line in self._process.stdout:
             said = json.loads(line)
             if "status" in said:

@@ -16,5 +16,4 @@ def test_an_unmodified_gpt_trains_in_two_stages_and_loses_a_worker(tmp_path):
     assert "1 failure" in out
     assert "worker (0, 1)" in out
     told = re.search(r"^Bits per byte: (\d\.\d+)$", out, re.MULTILINE)
-    assert told is not None
     assert 2.0 < float(told[1]) < 5.5

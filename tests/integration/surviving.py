@@ -62,7 +62,6 @@ class Cluster:
             self.coordinator = subprocess.Popen(command, env=self._environment, stdout=file, stderr=file)
 
     def kill_coordinator(self) -> None:
-        assert self.coordinator is not None
         self.coordinator.kill()
         self.coordinator.wait()
 
@@ -81,7 +80,6 @@ class Cluster:
         self.said.append(said)
 
         def listen() -> None:
-            assert process.stdout is not None
             for line in process.stdout:
                 said.append((time.monotonic(), line))
 
@@ -117,7 +115,6 @@ class Cluster:
             except subprocess.TimeoutExpired as timeout:
                 raise AssertionError(self.words()) from timeout
             assert process.returncode == 0, self.words()
-        assert self.coordinator is not None
         assert self.coordinator.wait(PATIENCE) == 0, self.words()
         assert error(self.output, self.steps) < TOLERANCE
         return self.records[-1].read_text()

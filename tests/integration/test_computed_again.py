@@ -72,7 +72,6 @@ def test_a_kill_costs_less_within_the_same_limit(pipelines, worker, seconds, tmp
     after = retime(run.strategy.schedules[-1], Costs.uniform(2, 1.0, 2.0, 1.0))  # what it was planned for
     assert again(after)
     problem = after.problem
-    assert problem.memory is not None
     without = plan(replace(problem, memory=replace(problem.memory, checkpoint=None)))
     assert after.period < 0.95 * without.period
     held = peaks(tmp_path)

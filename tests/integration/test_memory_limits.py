@@ -40,7 +40,6 @@ def test_no_worker_holds_more_than_the_limit(pipelines, stages, worker, fit_in, 
     assert failures(run) == [worker]
     before, after = run.strategy.schedules
     assert after.problem.in_flight_limit is None, "bytes are the only limit"
-    assert after.problem.memory is not None
     assert after.problem.memory.capacity == (limit,) * stages
     assert max(after.peak_memory(survivor) for survivor in after.live_workers) <= limit
     held = peaks(tmp_path)

@@ -78,7 +78,6 @@ class Annealed(L.LightningModule):
     def training_step(self, batch: Tensor, _: int) -> Tensor:
         data: Any = self.trainer.datamodule
         output = self.net(batch * data.train.level)
-        assert self.bank is not None
         return (output - self.bank.mean(0)).pow(2).mean() * data.rate + self.alpha * output.mean()
 
     def configure_optimizers(self) -> Any:
@@ -101,7 +100,6 @@ class Scales(L.Callback):
 
     def on_before_optimizer_step(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
         for parameter in module.parameters():
-            assert parameter.grad is not None
             parameter.grad.mul_(0.5 + 0.1 * len(self.memory.epochs))
 
 
@@ -239,5 +237,4 @@ def test_weights_that_do_not_fit_are_kept_in_a_file_that_the_error_names(tmp_pat
     with pytest.raises(ReCycleError, match="do not fit into the GrowsInSetup of this process") as caught:
         trainer.fit(model, DataLoader(Curriculum(), batch_size=8))
     found = re.search(r"They are in (\S+\.pt):", str(caught.value))
-    assert found is not None
     assert torch.load(found.group(1)).keys() == {"gain.factor", *model.state_dict()}

@@ -24,7 +24,6 @@ class Module(L.LightningDataModule):
         """It is there."""
 
     def setup(self, stage: str) -> None:
-        assert self.trainer is not None
         self.count = same.GLOBAL_BATCH * same.STEPS_PER_EPOCH
         self.data = same.Data(same.GLOBAL_BATCH // self.trainer.world_size)
 

@@ -158,11 +158,9 @@ class ReloadedData(L.LightningDataModule):
 
     def train_dataloader(self) -> Any:
         self.asked += 1
-        assert self.trainer is not None
         return self.data.loader(same.GLOBAL_BATCH * 2, seed=10 + self.trainer.current_epoch)
 
     def val_dataloader(self) -> Any:
-        assert self.trainer is not None
         return self.data.loader(5, seed=20 + self.trainer.current_epoch)
 
     def state_dict(self) -> dict[str, Any]:

@@ -39,7 +39,6 @@ class Shifts(Splits):
     """Samples that depend on a global variable, which no worker gets from another."""
 
     def setup(self, stage: str) -> None:
-        assert self.marker is not None
         _shift[0] = float(self.marker.exists())
         self.training = Shifted(same.samples(2 * SIZE), range(SIZE))
 

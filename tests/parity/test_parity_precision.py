@@ -30,7 +30,6 @@ class InDefaultPrecision(Classifier):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         parameter = next(self.parameters())
-        assert parameter.grad is not None
         self.log("parameter_bytes", float(parameter.element_size()))
         self.log("gradient_bytes", float(parameter.grad.element_size()))
 

@@ -280,7 +280,6 @@ class CopiesWhatItOwns(Callback):
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         (averaging,) = (c for c in trainer.callbacks if isinstance(c, WeightAveraging))
-        assert averaging._average_model is not None
         copied = [name for name, _ in averaging._average_model.module.named_parameters()]
         assert copied == [name for name, _ in module.named_parameters()]
         assert len(copied) <= 6  # of 12

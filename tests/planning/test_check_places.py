@@ -91,7 +91,6 @@ def test_with_many_pipelines_a_worker_connects_with_a_few_peers():
     programs = Programs(whole, verify=0.5)
     for worker in whole.live_workers:
         program, rank = programs.of(worker), whole.grid.rank(worker)
-        assert program.checks is not None
         partners_of = {other for step in range(80) for other in program.checks.partners(step, rank)}
         assert partners_of == set(program.neighbours)
         assert len(partners_of) == 16
@@ -116,7 +115,6 @@ def test_a_program_gets_one_check_and_connects_the_workers_of_a_stage():
     for worker in whole.live_workers:
         program, without = programs.of(worker), plain.of(worker)
         assert program.tasks == without.tasks
-        assert program.checks is not None
         for place in program.checks.places:
             tasks = program.tasks_with_check(place)
             assert [tasks.index(task) for task in tasks if task.op.kind is OpKind.CHECK] == [place]

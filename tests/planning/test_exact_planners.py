@@ -282,7 +282,6 @@ def test_a_solver_that_fails_is_a_warning_and_the_plan_stays(fake, name, reason,
     assert time.monotonic() - began < 10.0
     assert result.schedule is start
     assert result.status == "feasible"
-    assert result.warning is not None
     assert reason in result.warning
     assert "\n" not in result.warning
     pid = Path(os.environ["FAKE_PID"])
@@ -342,7 +341,6 @@ def test_a_solver_that_lies_is_not_believed(fake, name):
 def test_what_a_solver_found_before_it_crashed_counts(fake):
     result = fake("good_then_crash").improve(one_at_a_time(example(SPLIT, 1)))
     assert (result.schedule.period, result.status) == (28, "optimal")
-    assert result.warning is not None
     assert "signal 9" in result.warning
 
 

@@ -117,7 +117,6 @@ def every_whole_cut(stages: layer_cuts.Stages, rooms: list[int]) -> list[tuple[f
 
 def test_layers_that_take_time_once_in_a_step_alone_are_cut():
     found = layer_cuts.fastest_cut(layer_cuts.Stages([0.0, 0.0], [1.0, 3.0], [1.0, 1.0]))
-    assert found is not None
     assert (found.cuts, found.bottleneck) == ((0, 1, 2), 3.0)
 
 
@@ -130,7 +129,6 @@ def test_the_bottleneck_is_the_least_of_all_partitions(case):
     if not all_of_them:
         assert found is None
         return
-    assert found is not None
     assert found.bottleneck <= min(all_of_them)[0] * (1 + CLOSE) + CLOSE
     assert found.cuts in {cuts for _, cuts in all_of_them}
 
@@ -186,7 +184,6 @@ def test_no_cut_with_shared_layers_is_faster(stages, slack):
         assert not fit
         return
     found = stages.within(best.bottleneck * (1 + slack))
-    assert found is not None
     assert layer_cuts.are_bounds(found.cuts)
     assert found.bottleneck == pytest.approx(largest(stages, found.cuts))
     least = min(largest(stages, each) for each in fit)
@@ -197,7 +194,6 @@ def test_no_cut_with_shared_layers_is_faster(stages, slack):
 
 def test_equal_loads_where_whole_layers_have_none():
     found = layer_cuts.fastest_cut(sharing([1.0] * 32, 0.0, [128 / 3, *[32.0] * 7]))
-    assert found is not None
     assert found.bottleneck == pytest.approx(32 * 128 / 31, rel=2e-3)
 
 
@@ -212,7 +208,6 @@ def test_stages_take_their_parts_and_hold_the_whole():
     assert found.reduce == (0.5 * 3, 0.5 * 4)
     assert found.optimizer == (0.75, 1.0)
     memory = costs.memory((0, 2.25, 6))
-    assert memory is not None
     assert memory.fixed == (3 * 8 + 2, 4 * 8 + 2)
     assert memory.after_forward == (4.5, 7.5)
     assert [sum(part.values()) for part in layer_cuts.parts_of((0, 2.25, 6))] == [2.25, 3.75]
@@ -228,7 +223,6 @@ def test_what_stages_take_says_what_layers_take():
 def test_micro_batches_have_costs_and_sizes_of_their_own():
     costs, grid = layers(6, held_bytes=(1.0,) * 6, waiting_bytes=(2.0,) * 6, reduce=(0.5,) * 6), Grid(2, 2, 4)
     variation = costs.variation((0, 2.5, 6), grid)
-    assert variation is not None
     forward = [(2.5 * first, 3.5 * second) for first, second in variation.forward]
     assert {(round(first), round(second)) for first, second in forward} == {(2, 4), (3, 3)}
     assert sum(first for first, _ in forward) / len(forward) == pytest.approx(2.5)
@@ -265,8 +259,6 @@ def test_a_shared_layer_is_chosen_where_steps_get_shorter_by_the_times_of_every_
     assert found.chosen.period < whole.chosen.period
     assert "3.6" in str(found.chosen)
     judgement = found.chosen.judgement
-    assert judgement is not None
-    assert judgement.schedule is not None
     assert found.chosen.period <= judgement.schedule.period * 1.02  # nobody waits for gradients
 
 

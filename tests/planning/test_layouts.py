@@ -103,7 +103,6 @@ def test_every_candidate_is_valid_and_none_chosen_is_worse_than_rerouting(situat
             assert candidate.refused
             continue
         schedule = candidate.judgement.schedule
-        assert schedule is not None
         p.validate(schedule)
         assert schedule.failed == problem.failed
         assert schedule.problem.costs == layers.costs(candidate.cuts, split_backward=problem.technique.split_backward)
@@ -165,7 +164,6 @@ def test_the_stall_is_the_switch_the_copies_and_what_fills_the_pipelines():
     problem, cuts = after(layers, grid, (1, 2), technique=p.Technique(True, False))
     plan = layouts.plan_layout(problem, layers, cuts, next_change=HOUR, switch=2.0)
     assert plan.chosen.way == "layers"
-    assert plan.chosen.judgement is not None
     assert plan.chosen.stall == pytest.approx(2.0 + plan.chosen.judgement.fill + plan.chosen.busiest / 1e9)
 
 

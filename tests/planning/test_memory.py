@@ -100,7 +100,6 @@ def test_a_mixture_is_timed_again():
 ])  # fmt: skip
 def test_the_validator_counts_bytes(change, says):
     schedule = p.plan(running(4, 0.5))
-    assert schedule.problem.memory is not None
     assert max(schedule.peak_memory(worker) for worker in schedule.problem.live_workers(2)) == 4
     memory = replace(schedule.problem.memory, **change)
     with pytest.raises(p.InvalidScheduleError, match=says):

@@ -60,7 +60,6 @@ def repeated(schedule: Schedule, costs: LayerCosts, steps: int) -> list[float]:
             for worker, program in programs.items():
                 while at[worker] < len(program):
                     op = program[at[worker]]
-                    assert op.microbatch is not None
                     number = op.microbatch.pipeline * grid.microbatches + op.microbatch.index
                     ready = input_of(done, op.kind, op.stage, number, stages)
                     if ready is None:

@@ -82,7 +82,6 @@ def test_random_limits(part):
     shorter = 0
     for seed in range(part * 10, part * 10 + 10):
         problem = random_problem(seed)
-        assert problem.memory is not None
         schedule = p.plan(problem, p.HeuristicPlanner(20_000))
         p.validate(schedule)
         without = replace(problem, memory=replace(problem.memory, checkpoint=None))
@@ -115,7 +114,6 @@ def test_the_validator_knows_what_a_recomputation_is():
     with pytest.raises(p.InvalidScheduleError, match=r"once: R.* runs on"):
         p.validate(with_program(schedule, worker, [*ops[: at + 1], *ops[at:]]))
     memory = schedule.problem.memory
-    assert memory is not None
     mute = replace(schedule.problem, memory=replace(memory, checkpoint=None))
     with pytest.raises(p.InvalidScheduleError, match="has no size of a checkpoint"):
         p.validate(replace(schedule, problem=mute))
@@ -143,7 +141,6 @@ def test_a_plan_survives_files_and_other_costs():
 def test_an_exact_planner_is_not_asked_for_what_its_model_lacks():
     result = p.solve(running(1.5, 0.25), p.ExactPlanner("highs"))
     assert result.found_by == "heuristic"
-    assert result.solver is not None
     assert result.solver.calls == 0
     assert "computed again" in str(result.solver.reason)
 

@@ -104,12 +104,10 @@ class Member:
 
     def stop(self) -> None:
         """SIGSTOP, and waits until it has taken effect."""
-        assert self.process.pid is not None
         os.kill(self.process.pid, signal.SIGSTOP)
         _await_stopped(self.process.pid)
 
     def go_on(self) -> None:
-        assert self.process.pid is not None
         os.kill(self.process.pid, signal.SIGCONT)
 
     def kill(self) -> None:

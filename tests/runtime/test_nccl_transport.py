@@ -212,7 +212,6 @@ def hang(pair: World) -> Waiting:
     payloads._begin_send = lambda sending: None
     pair.transports[0].send(FORWARD, LAYOUT, [VALUE], 1, 3)
     thread = pair.transports[1]._thread
-    assert thread is not None
     wait_for(lambda: thread._traffic.pairs._receiving is not None, 5)
     return waiting
 
@@ -220,7 +219,6 @@ def hang(pair: World) -> Waiting:
 def sum_alone(pair: World) -> Waiting:
     """A sum for which worker 0 is not ready."""
     waiting, thread = Waiting(pair, replace), pair.transports[1]._thread
-    assert thread is not None
     (state,) = thread._traffic.groups._states.values()
     wait_for(lambda: state.told == 2, 5)  # the first one was that by which they connected
     return waiting
@@ -232,7 +230,6 @@ def hang_in_a_sum(pair: World) -> Waiting:
     pair.devices[0].all_reduce = lambda comm, tensor, stream: None
     pair.transports[0].begin_collective(STAGE, VALUE.clone())
     thread = pair.transports[1]._thread
-    assert thread is not None
     wait_for(lambda: thread._traffic.groups._under_way is not None, 5)
     return waiting
 

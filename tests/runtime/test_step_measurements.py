@@ -45,7 +45,6 @@ def measured(*layers: nn.Module) -> tuple[int, int]:
             stage.backward_input(0, torch.randn(BATCH, WIDTH))
         stage.backward_weight(0)
     footprint = meter.footprint()
-    assert footprint is not None
     assert footprint.fixed == sum(p.nbytes for layer in layers for p in layer.parameters())
     assert footprint.checkpoint == VALUE
     return footprint.after_forward, footprint.after_backward
@@ -197,7 +196,6 @@ def test_on_a_device_the_allocator_tells_what_is_held_and_what_is_taken_meanwhil
         allocator.take(-50_000)
         on_device(allocator, step, meter)
     found = meter.footprint()
-    assert found is not None
     assert (found.after_forward, found.after_backward, found.checkpoint) == (4_000, 400, 1_000)
     assert found.temporary == 2_500
     assert (found.capacity, found.overhead, found.fixed, found.messages) == (10_000_000, 999_600, 400, 0)
@@ -226,7 +224,6 @@ def test_an_operation_that_fails_counts_for_nothing(allocator):
         with pytest.raises(KeyError):
             fail()
     found = meter.footprint()
-    assert found is not None
     assert found.temporary == 0
 
 
@@ -305,7 +302,6 @@ def test_what_sleeps_takes_time_and_keeps_nobody_busy():
                 with trials.part(kind, index, NO_STAGE):
                     time.sleep(0.005)
     result = trials.trial()
-    assert result is not None
     assert min(*result.fused, *result.split) > 0.004
     assert result.busy_split < 0.005
 

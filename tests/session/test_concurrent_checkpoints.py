@@ -144,7 +144,6 @@ class Worker:
     def ask(self, version: int, *paths: str, waits: bool = False) -> None:
         with self.saves.deferring():
             batch = self.saves.begin(version, waits)
-            assert batch is not None
             for path in paths:
                 self.saves.asked(path)
                 batch.requests.append(SaveRequest(path, lambda: None, is_new=True))
@@ -152,7 +151,6 @@ class Worker:
         self.saves.seal(mid_step=False)
 
     def hear(self, failures: tuple[SaveFailure | None, ...], unnamed: dict[int, str] | None = None) -> None:
-        assert self.saves.pending is not None
         status = SaveStatus((2, 1), 7, self.saves.pending.number, failures, unnamed or {})
         self.client.member.saves = status
         self.saves.apply_outcome()

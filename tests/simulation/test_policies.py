@@ -268,10 +268,8 @@ def test_varuna_takes_the_fastest_depth_that_fits():
     assert model.transformer.layers % depth == 0
     assert (pipelines, size) == (32 // depth, 1)
     fewer = published.morph(model, 31)
-    assert fewer is not None
     assert seconds < fewer[3]
     planned = published.morph(model, 32, "planned", 0)
-    assert planned is not None
     assert (planned[:3], planned[3] < seconds) == (layout[:3], True)
     assert published.morph(replace(model, gpu=sim.Gpu("tiny", 312e12, 1e9, 1e12)), 32) is None
 
