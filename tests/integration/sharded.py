@@ -168,8 +168,7 @@ def error(module: L.LightningModule, expected: nn.Module) -> float:
 
 
 def lost(trainer: L.Trainer) -> int:
-    strategy: Any = trainer.strategy
-    return sum(event.kind == "failure" for event in strategy.history)
+    return sum(event.kind == "failure" for event in trainer.strategy.history)
 
 
 def exact_fit(
@@ -202,8 +201,7 @@ class Waits(L.Callback):
         self.after, self.of = after, of
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        strategy: Any = trainer.strategy
-        if trainer.global_step > self.after and len(strategy.live_workers) < self.of:
+        if trainer.global_step > self.after and len(trainer.strategy.live_workers) < self.of:
             time.sleep(1.0)
 
 
@@ -256,9 +254,8 @@ class AtPoint(Victim):
         self.place = point, step
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        strategy: Any = trainer.strategy
         if self.is_it(trainer):
-            strategy.at_point.append(lambda *place: die() if place == self.place else None)
+            trainer.strategy.at_point.append(lambda *place: die() if place == self.place else None)
 
 
 def run_collectives_by(replaced: Callable[..., Any]) -> None:

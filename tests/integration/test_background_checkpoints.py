@@ -326,8 +326,7 @@ class NotesClient(L.Callback):
         self._begun, self._raises = begun, raises
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        strategy: Any = trainer.strategy
-        type(self).client = strategy.session.client
+        type(self).client = trainer.strategy.session.client
         deadline = time.monotonic() + PATIENCE
         while trainer.global_step == 7 and not self._begun.exists() and time.monotonic() < deadline:
             time.sleep(0.01)

@@ -132,8 +132,7 @@ class Die(L.Callback):
         self._batch, self._waits = batch, waits
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        strategy: Any = trainer.strategy
-        if trainer.fit_loop.total_batch_idx == self._batch and not strategy.incarnation:
+        if trainer.fit_loop.total_batch_idx == self._batch and not trainer.strategy.incarnation:
             if self._waits:
                 wait_until_written(trainer)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -280,8 +279,7 @@ class Padded(Scheduled):
 
 class LeaderDies(L.Callback):
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        strategy: Any = trainer.strategy
-        if trainer.fit_loop.total_batch_idx == 4 and trainer.is_global_zero and not strategy.incarnation:
+        if trainer.fit_loop.total_batch_idx == 4 and trainer.is_global_zero and not trainer.strategy.incarnation:
             os.kill(os.getpid(), signal.SIGKILL)
 
 

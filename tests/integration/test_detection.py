@@ -209,8 +209,7 @@ class HoldsGil(L.Callback):
         self._seconds = seconds
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        strategy: Any = trainer.strategy
-        if trainer.global_step == STEP and strategy.grid_rank == 3:
+        if trainer.global_step == STEP and trainer.strategy.grid_rank == 3:
             compute_with_gil(self._seconds)
 
 

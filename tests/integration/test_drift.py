@@ -35,8 +35,7 @@ class AwaitChange(L.Callback):
         self.dies = dies
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        strategy: Any = trainer.strategy
-        client = strategy.session.client
+        client = trainer.strategy.session.client
         deadline = time.monotonic() + LONGEST_WAIT
         while (
             trainer.global_step == CHANGE

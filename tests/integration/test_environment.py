@@ -63,8 +63,7 @@ class Finds(L.Callback):
         self.folder = folder
 
     def on_fit_start(self, trainer: L.Trainer, *_: Any) -> None:
-        strategy: Any = trainer.strategy
-        path = self.folder / f"found-{trainer.global_rank}-{strategy.incarnation}"
+        path = self.folder / f"found-{trainer.global_rank}-{trainer.strategy.incarnation}"
         path.write_text(os.environ.get("OF_THE_RUN", "nothing"))
 
 

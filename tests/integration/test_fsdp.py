@@ -248,8 +248,7 @@ class InDying(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         strategy: Any = trainer.strategy
         if strategy.grid_rank == self.rank and strategy.incarnation == 0:
-            model: Any = pl_module.model
-            model[-1].register_forward_hook(self.count)
+            pl_module.model[-1].register_forward_hook(self.count)
 
     def count(self, *_: Any) -> None:
         self.seen += 1

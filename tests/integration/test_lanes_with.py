@@ -157,8 +157,7 @@ class KilledAt(L.Callback):
         self._rank, self._batch = rank, batch
 
     def _on_batch(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int, *_: Any) -> None:
-        strategy: Any = trainer.strategy
-        if (strategy.grid_rank, batch_idx) == (self._rank, self._batch):
+        if (trainer.strategy.grid_rank, batch_idx) == (self._rank, self._batch):
             os.kill(os.getpid(), signal.SIGKILL)
 
     on_validation_batch_start = on_test_batch_start = on_predict_batch_start = _on_batch
@@ -184,9 +183,8 @@ def test_a_worker_is_lost_in_an_evaluation(what, rank):
 
 
 def complete_checkpoint(trainer: L.Trainer, *_: Any) -> None:
-    strategy: Any = trainer.strategy
     if trainer.global_step == 6:
-        strategy.session.checkpoints.complete()
+        trainer.strategy.session.checkpoints.complete()
 
 
 def test_a_stage_that_is_lost_starts_again_with_as_many_workers_as_there_are(tmp_path):

@@ -29,8 +29,7 @@ class DieAgain(L.Callback):
         self._steps = 0
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        strategy: Any = trainer.strategy
-        if trainer.strategy.grid_rank == self._rank and strategy.incarnation < self._times:
+        if trainer.strategy.grid_rank == self._rank and trainer.strategy.incarnation < self._times:
             self._steps += 1
             if self._steps == LAST_STEP:
                 faults.kill()

@@ -169,8 +169,7 @@ class KillReaders(L.Callback):
         self.rank = rank
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        strategy: Any = trainer.strategy
-        if (trainer.strategy.grid_rank, trainer.global_step, strategy.incarnation) == (self.rank, 3, 0):
+        if (trainer.strategy.grid_rank, trainer.global_step, trainer.strategy.incarnation) == (self.rank, 3, 0):
             readers = psutil.Process().children()
             assert readers
             for reader in readers:

@@ -169,8 +169,7 @@ class GraphDiary(L.Callback):
         self._describe(trainer, "epoch")
 
     def _describe(self, trainer: L.Trainer, point: str) -> None:
-        strategy: Any = trainer.strategy
-        name = f"{trainer.strategy.grid_rank}-{strategy.incarnation}-{trainer.global_step:02}-{point}"
+        name = f"{trainer.strategy.grid_rank}-{trainer.strategy.incarnation}-{trainer.global_step:02}-{point}"
         (self._directory / name).write_text(json.dumps(describe(trainer, ALLOWED)))
 
 

@@ -104,8 +104,7 @@ def test_a_replacement_gets_its_own_shards(grid, begins, losses, tmp_path):
         callbacks.append(Kill(2 * members - 1, LAST - 2, 1, attempt))
     module = Averaged(report)
     trainer = fit(module, grid, *callbacks, max_steps=LAST, ckpt_path=path, **limits)
-    history: Any = trainer.strategy.history
-    kinds = [event.kind for event in history]
+    kinds = [event.kind for event in trainer.strategy.history]
     assert "rejoined" in kinds, kinds
     assert kinds.count("stage_lost") == attempt, kinds
     assert lost(trainer) >= 1 + (losses != "a join"), kinds

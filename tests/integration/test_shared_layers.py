@@ -237,8 +237,7 @@ def test_a_loss_may_use_a_shared_layer():
         callbacks=[Move({1: (2.75, 3.25)})],
         strategy={**STAY, "split_backward": True},
     )
-    strategy: Any = run.strategy
-    (step,) = (event.step for event in strategy.history if event.kind == "layers_moved")
+    (step,) = (event.step for event in run.strategy.history if event.kind == "layers_moved")
     reference = UsesALayerInItsLoss(from_step=step).double()
     on_one_device(max_steps=MANY_STEPS).fit(reference, DataLoader(data, batch_size=GLOBAL_BATCH))
     assert 1 <= step < MANY_STEPS

@@ -49,8 +49,7 @@ class Damage(L.Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         path = self._directory / "step=8.ckpt"
-        strategy: Any = trainer.strategy
-        if trainer.global_step != 9 or not trainer.is_global_zero or strategy.incarnation:
+        if trainer.global_step != 9 or not trainer.is_global_zero or trainer.strategy.incarnation:
             return
         await_file(path)
         if self._how == "removed":

@@ -71,8 +71,7 @@ class Bench:
         self.line.has_mesh = not tied
         waits = [self.parameters[index] for index in waiting]
         self.stage: Any = types.SimpleNamespace(waiting_parameters=lambda _: waits, differentiates_itself=True)
-        line: Any = self.line
-        self.reduction = BucketedReduction(line, self.gradients, self.stage, lambda: self.is_confirmed)
+        self.reduction = BucketedReduction(self.line, self.gradients, self.stage, lambda: self.is_confirmed)
 
     def backward(self, *uses: int, last: bool = True) -> list[list[int]]:
         """A BW of a step of its own; returns what had begun after each of the passes over the parameters ``uses``."""
