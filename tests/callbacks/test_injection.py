@@ -327,8 +327,7 @@ def test_a_trace_is_read_where_the_callback_is_built(monkeypatch, tmp_path):
         return load_trace("aws-g4dn")
 
     monkeypatch.setattr(injection, "load_trace", load)
-    callback = FaultInjectionCallback(trace=tmp_path / "mine.csv")
-    FakeWorker(callback, Worker(0, 0))
+    FakeWorker(FaultInjectionCallback(trace=tmp_path / "mine.csv"), Worker(0, 0))
     assert read == [str(tmp_path / "mine.csv")]
 
 

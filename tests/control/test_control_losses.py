@@ -206,8 +206,7 @@ def test_a_worker_that_stops_in_the_middle_of_a_message_is_evicted_and_the_other
     beat(connection, 3)
     os.write(connection.fileno(), (5_000_000).to_bytes(4, "big") + b"x" * 1000)
     try:
-        members = strict.members(0, 1, 2)
-        assert members[0].client.member.roster == (0, 1, 2)
+        assert strict.members(0, 1, 2)[0].client.member.roster == (0, 1, 2)
     finally:
         connection.close()  # lets a coordinator that is stuck go on
 

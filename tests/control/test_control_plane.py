@@ -152,8 +152,7 @@ def test_the_mean_loss_of_a_step_is_known_to_all_when_all_its_parts_are(plane):
 
 
 def test_closing_before_the_start_is_harmless():
-    plane = ControlPlane()
-    plane.close()
+    ControlPlane().close()
 
 
 # ---------------------------------------------------------------------- strangers

@@ -136,8 +136,7 @@ def test_a_spare_that_goes_away_is_not_given_a_position(plane):
 
 def test_replacements_are_started_for_the_lost_as_often_as_allowed():
     with ControlPlane(recovery=RecoveryOptions(max_restarts=2)) as plane:
-        members = plane.members()
-        die(plane, members[3])
+        die(plane, plane.members()[3])
         plane.until(lambda: len(plane.started) == 1)
         plane.until(lambda: 3 in plane.coordinator._workers.processes)
         plane.replacements[0].die("it exited with code 1")
@@ -170,8 +169,7 @@ def test_where_a_run_grows_a_worker_that_left_has_a_successor_that_replaces_none
 
 def test_a_replacement_that_does_not_become_ready_in_time_is_given_up_for_the_next_one():
     with ControlPlane(recovery=RecoveryOptions(max_restarts=10, start_timeout=1.0)) as plane:
-        members = plane.members()
-        die(plane, members[3])
+        die(plane, plane.members()[3])
         plane.until(lambda: plane.replacements)
         plane.until(lambda: plane.replacements[0].killed.is_set(), seconds=3.0)  # it never says hello
         plane.until(lambda: len(plane.replacements) > 1)

@@ -179,8 +179,7 @@ def test_the_next_check_is_announced_with_the_loss_of_the_step_before(every, ste
     state, _ = checked(state, 0, {})
     announced = []
     for step in range(1, 20):
-        losses = m.Losses(1, step, dict.fromkeys(range(3), 0.5))
-        state, commands = feed(state, losses)
+        state, commands = feed(state, m.Losses(1, step, dict.fromkeys(range(3), 0.5)))
         announced += [loss.step + 1 for loss in messages(commands, m.StepLoss) if loss.check_next]
         state, _ = feed(state, *(told(rank, step, A if step in announced else None) for rank in ALL))
     assert announced == list(range(steps, 21, steps))

@@ -280,8 +280,7 @@ def test_all_replicas_of_a_stage_that_are_silent_are_waited_for_and_named_once(w
 def test_the_last_that_holds_a_stage_is_waited_for_although_one_that_has_no_state_yet_is_well(watch):
     for rank in (1, 2, 3):
         watch.heard(rank, 6.0)
-    joining = state(number=-1, joining=frozenset({2}))
-    found = ruling(watch, 6.0, joining, {})
+    found = ruling(watch, 6.0, state(number=-1, joining=frozenset({2})), {})
     assert found.evict == {}
     assert found.waits == {
         0: Overdue("it was silent for more than 5 s", 6.0, 60.0, "no other worker that holds stage 0 is well")

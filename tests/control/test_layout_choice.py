@@ -62,8 +62,7 @@ def test_re_routing_goes_on(open_plans, seconds, state, fixed, reason):
             took = sum(seconds[begin:end])
             plans.applied(Worker(0, stage), Applied(stage, 0, {"F": took, "BW": 2 * took}, {}), is_stage_leader=True)
         plans.stepped(1.0)
-    schedule = plans.begin_generation(DEAD, (), 10)
-    validate(schedule)
+    validate(plans.begin_generation(DEAD, (), 10))
     lines: list[str] = []
 
     def told() -> bool:

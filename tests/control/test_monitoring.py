@@ -117,8 +117,7 @@ def test_spares_and_replacements_are_seen():
 
 def test_a_replacement_that_is_being_started_has_no_process_yet():
     with ControlPlane(recovery=RecoveryOptions(max_restarts=10)) as plane:
-        members = plane.members()
-        die(plane, members[2])
+        die(plane, plane.members()[2])
         plane.until(lambda: plane.started)
         position = seen(plane).positions[2]
         assert (position.state, position.incarnation, position.pid) == (PositionState.JOINING, 1, None)

@@ -130,8 +130,7 @@ def test_a_worker_that_wants_another_grid_or_is_elsewhere_in_its_script_does_not
     assert difference({}, terms, None) is None
     unfit = difference({}, terms, replace(WANTS, grid=Grid(4, 1, 6)))
     assert "start all workers with the same script" in unfit.why
-    late = difference({}, terms, replace(WANTS, entry="validate"))
-    assert late.late
+    assert difference({}, terms, replace(WANTS, entry="validate")).late
 
 
 def test_what_the_command_line_says_need_not_be_wanted():
@@ -190,8 +189,7 @@ def test_after_the_last_run_who_comes_too_late_is_told_that_it_finished():
     reception = Reception(("127.0.0.1", 0), KEY.encode(), workers=4)
     reception.listener.start()
     reception.is_over = True
-    serving = threading.Thread(target=reception.first, daemon=True)
-    serving.start()
+    threading.Thread(target=reception.first, daemon=True).start()
     late = client(reception.listener.address, WANTS)
     assert late.exited.wait(PATIENCE)
     assert late.exit_code == 0

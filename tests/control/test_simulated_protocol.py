@@ -86,8 +86,7 @@ def test_every_promise_holds_in_a_sample_of_histories_which_meets_every_kind_of_
 
 @over(SAMPLE_OF_VARIANTS)
 def test_a_run_that_is_told_to_end_does_so_after_one_step_with_all_workers(histories):
-    met = play(histories, ends=True)
-    assert met["Ended"] > len(histories) / 3
+    assert play(histories, ends=True)["Ended"] > len(histories) / 3
 
 
 @pytest.mark.parametrize("ends", [False, True])
@@ -101,8 +100,7 @@ def test_workers_that_want_to_stop_all_stop_at_the_same_place(histories, ends):
 @pytest.mark.parametrize("kills", [False, True])
 @over(SAMPLE_OF_VARIANTS)
 def test_a_generation_whose_plan_takes_long_goes_on_as_if_its_last_report_had(histories, kills):
-    met = play(histories, kills=kills, plans_late=True)
-    assert met["held"] > len(histories) / 2
+    assert play(histories, kills=kills, plans_late=True)["held"] > len(histories) / 2
 
 
 KILLS_AND_STOPS = {"kills": True, "stops": True, "plans_late": True}
@@ -143,8 +141,7 @@ def test_every_promise_holds_when_layers_move(histories, kills):
 @pytest.mark.parametrize("kills", [False, True])
 @over(SAMPLE_OF_VARIANTS)
 def test_no_stage_keeps_what_it_made_of_a_wrong_result(histories, kills):
-    met = play(histories, kills=kills, checks=True)
-    assert met["evicted after an error"] > len(histories) / 10
+    assert play(histories, kills=kills, checks=True)["evicted after an error"] > len(histories) / 10
 
 
 @pytest.mark.parametrize("kills", [False, True])

@@ -144,8 +144,7 @@ def test_what_operations_take_is_what_the_fused_plan_runs(open_run):
     for stage in range(4):
         run.plans.applied(Worker(0, stage), Applied(stage, 0, stale, {}), is_stage_leader=True)
     run.plans.stepped(1.0)
-    timed = run.plans.timed
-    assert timed().period == pytest.approx(27 * 0.02), "1F1B of the running example"
+    assert run.plans.timed().period == pytest.approx(27 * 0.02), "1F1B of the running example"
     useful, _ = run.plans.computing_seconds or (0.0, 0.0)
     assert useful == pytest.approx(72 * 0.06)
     run.settle()

@@ -427,8 +427,7 @@ def test_a_stream_of_a_training_without_one_global_batch_is_an_error():
 
 def split_by_dataset(worker_id: int) -> None:
     """A ``worker_init_fn`` as PyTorch's documentation has it."""
-    info = get_worker_info()
-    info.dataset.first = worker_id
+    get_worker_info().dataset.first = worker_id
 
 
 class Whose(BeginningAnew):

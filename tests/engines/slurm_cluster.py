@@ -186,8 +186,7 @@ class Cluster:
 
         def reached() -> bool:
             nonlocal found
-            found = self.job(number)
-            return found["JobState"] in states
+            return self.job(number)["JobState"] in states
 
         self._await(reached, f"job {number} to be {' or '.join(states)}", seconds, lambda: str(found))
         return found

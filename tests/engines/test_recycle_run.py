@@ -210,8 +210,7 @@ def test_the_coordinator_learns_that_its_log_is_shown_in_a_terminal():
     command = [*PROGRAM, *shell("exec sleep 100")]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=end) as process:
         try:
-            found = wait_for(lambda: coordinator_of(process), PATIENCE)
-            assert "--terminal" in found.cmdline()
+            assert "--terminal" in wait_for(lambda: coordinator_of(process), PATIENCE).cmdline()
         finally:
             process.kill()
     os.close(terminal)

@@ -34,8 +34,7 @@ def test_everything_is_found():
 def test_what_nobody_said_has_a_default():
     found = discover(MINIMAL)
     assert (found.node, found.host, found.device) == (machine_name({}), None, 0)
-    slurm = discover({**MINIMAL, "SLURM_LOCALID": "2"})
-    assert slurm.device == 2
+    assert discover({**MINIMAL, "SLURM_LOCALID": "2"}).device == 2
 
 
 @pytest.mark.parametrize(("variables", "words"), [
@@ -64,8 +63,7 @@ def test_a_key_may_be_in_a_file_that_only_its_owner_reads(mode, content, words, 
         path.chmod(mode)
     environ = {"RECYCLE_COORDINATOR": "h:1", "RECYCLE_KEY_FILE": str(path)}
     if words is None:
-        found = discover(environ)
-        assert found.key == KEY.encode()
+        assert discover(environ).key == KEY.encode()
         return
     with pytest.raises(ConfigurationError, match=words):
         discover(environ)

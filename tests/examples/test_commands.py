@@ -174,8 +174,7 @@ def test_demo_ends_with_a_comparison_and_opens_nothing_it_did_not_write(tmp_path
 def test_vision_validates_in_a_pipeline_and_loses_its_leader_or_a_node(tmp_path):
     arguments = ["trainer.max_steps=20", "trainer.val_check_interval=10", "+trainer.limit_val_batches=6", QUIET]
     run(tmp_path, "train_vision.py", "-m", "faults=kill_leader,node", *arguments, "hydra.sweep.dir=sweep")
-    alone = ["strategy=single_device", "hydra.run.dir=alone"]
-    run(tmp_path, "train_vision.py", *arguments, *alone)
+    run(tmp_path, "train_vision.py", *arguments, "strategy=single_device", "hydra.run.dir=alone")
     folders = [tmp_path / "sweep" / "0", tmp_path / "sweep" / "1"]
     assert [failures(folder / "train_vision.log") for folder in folders] == [[[0, 1]], [[1, 0], [1, 1]]]
     names = ("train_loss", "val_loss", "val_accuracy")

@@ -65,8 +65,7 @@ def test_adapters_of_an_ordinary_module_are_trained_and_the_rest_is_left(expecte
     changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
     assert changed == {name for name in before if "lora_" in name}
     model.model.save_pretrained(tmp_path)
-    base = adapted().model.unload()
-    saved = PeftModel.from_pretrained(base, tmp_path).double().state_dict()
+    saved = PeftModel.from_pretrained(adapted().model.unload(), tmp_path).double().state_dict()
     assert {name for name in saved if "lora_" in name} == {name.removeprefix("model.") for name in changed}
     for name in changed:
         torch.testing.assert_close(saved[name.removeprefix("model.")], model.state_dict()[name])

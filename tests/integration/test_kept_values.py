@@ -373,8 +373,7 @@ def test_statistics_equal_those_of_one_device_that_takes_the_mean():
     for norm, part in zip(halves, (first[0::2], first[1::2]), strict=True):
         norm(part)
     grid = batch_normed()
-    trainer = grid_trainer(2, 1, max_steps=1)
-    trainer.fit(grid, DataLoader(data(), batch_size=8))
+    grid_trainer(2, 1, max_steps=1).fit(grid, DataLoader(data(), batch_size=8))
     for name in ("running_mean", "running_var"):
         expected = sum(getattr(norm, name) for norm in halves) / 2
         assert torch.allclose(getattr(grid.layers[1], name), expected, atol=1e-12)

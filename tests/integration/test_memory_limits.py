@@ -52,8 +52,7 @@ def test_no_worker_holds_more_than_the_limit(pipelines, stages, worker, fit_in, 
 def test_before_anything_is_measured_a_survivor_holds_what_1f1b_does(step, tmp_path, monkeypatch):
     no_plans_ahead(monkeypatch)
     run = exact_fit(Heavy().double(), 2, 2, [Fault("kill", 1, 1, step=step)], callbacks=[Peaks(tmp_path)])
-    after = run.strategy.schedules[1]
-    assert after.problem.in_flight_limit == (2, 1)
+    assert run.strategy.schedules[1].problem.in_flight_limit == (2, 1)
     assert max(peaks(tmp_path).values()) <= 2
 
 

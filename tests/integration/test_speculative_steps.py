@@ -92,8 +92,7 @@ def waiting() -> dict[tuple[int, int], Surprised]:
     found = {}
     for grid in ((2, 2), (1, 3)):
         found[grid] = Surprised()
-        run = train(found[grid], grid, strategy={"staggered": False})
-        assert not undone(run)
+        assert not undone(train(found[grid], grid, strategy={"staggered": False}))
     return found
 
 

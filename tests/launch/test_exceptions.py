@@ -94,8 +94,7 @@ def test_what_built_in_classes_keep_besides_their_arguments_arrives():
 
 
 def test_members_that_cannot_be_pickled_are_left_out():
-    error = Pruned(3, threading.Lock())
-    arrived = sent(error)
+    arrived = sent(Pruned(3, threading.Lock()))
     assert (type(arrived), arrived.trial, hasattr(arrived, "value")) == (Pruned, 3, False)
     assert sent(ValueError(threading.Lock())).args[0].startswith("<unlocked")
 

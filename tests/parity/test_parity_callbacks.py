@@ -222,6 +222,5 @@ def test_an_exception_of_the_user_leaves_no_checkpoint_and_says_so(tmp_path, cap
         with pytest.raises(ArithmeticError):
             session.fit(same.Classifier(), callbacks=[Raises(), *savers], enable_checkpointing=True)
 
-    grid = same.on_a_grid(script, tmp_path)
-    assert grid.files() == []
+    assert same.on_a_grid(script, tmp_path).files() == []
     assert "No checkpoint is written for this error" in caplog.text

@@ -36,14 +36,12 @@ UNEQUAL = p.Costs.uniform(64, 1.0, 1.1, 0.9, communication=0.1)
 
 
 def plan_by_lanes(problem: p.Problem) -> CompactSchedule:
-    lane = lane_problem(problem)
-    return compact(problem, Lane.of(p.heuristic(lane, EFFORT)))
+    return compact(problem, Lane.of(p.heuristic(lane_problem(problem), EFFORT)))
 
 
 @st.composite
 def compact_schedules(draw: st.DrawFn) -> CompactSchedule:
-    problem = draw(problems())
-    return plan_by_lanes(replace(problem, worker_factors=()))
+    return plan_by_lanes(replace(draw(problems()), worker_factors=()))
 
 
 @settings(max_examples=30, deadline=None)
@@ -214,8 +212,7 @@ def test_16384_workers_get_a_plan_near_the_bound(tmp_path, share, costs, limit):
     p.save_plan(path, result)
     assert path.stat().st_size < 3_000_000
     assert p.load_plan(path).schedule == result.schedule
-    lane = result.schedule.lane.schedule()
-    p.validate(lane)  # as listed
+    p.validate(result.schedule.lane.schedule())  # as listed
     worker = p.Worker(17, 40)
     operations = Counter(op.kind for op in result.schedule.program(worker) if op.microbatch is not None)
     assert operations[p.OpKind.FORWARD] in (problem.grid.global_microbatches // lanes_of(problem) + n for n in (0, 1))
@@ -233,8 +230,7 @@ def test_a_library_stores_and_finds_it(tmp_path):
     problem = p.Problem(p.Grid(64, 8, 128), p.Costs.uniform(8), frozenset({p.Worker(3, 4), p.Worker(9, 6)}))
     library = p.PlanLibrary(tmp_path)
     stored = p.solve(problem)
-    path = library.put(stored)
-    assert path.stat().st_size < 100_000
+    assert library.put(stored).stat().st_size < 100_000
     other = replace(problem, failed=frozenset({p.Worker(0, 4), p.Worker(1, 6)}))
     found = p.PlanLibrary(tmp_path).get(other)
     assert isinstance(found, CompactSchedule)

@@ -224,8 +224,7 @@ def test_costs_by_stage_are_those_of_their_layers():
         costs, (0, 1, 4), weights=(1.0, 1.0, 2.0, 1.0), parameter_bytes=(1.0,) * 4
     )
     assert layers.forward == (1.0, 0.5, 1.0, 0.5)
-    again = layers.costs((0, 1, 4))
-    assert again == costs
+    assert layers.costs((0, 1, 4)) == costs
     fused = replace(layers, backward=(2.0, 1.0, 2.0, 1.0)).costs((0, 1, 4), split_backward=False)
     assert fused.backward_input == (2.0, 4.0)
     assert fused.backward_weight == (0.0, 0.0)

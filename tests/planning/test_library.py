@@ -168,8 +168,7 @@ def test_a_plan_for_other_limits_serves_if_no_worker_holds_more_than_it_may(tmp_
     for problem in (roomy, PROBLEM, in_bytes):
         found = library.get(problem)
         assert (found.problem, found.period) == (problem, 27.0)
-    tight = replace(PROBLEM, in_flight_limit=(4, 4, 4, 4))
-    assert library.get(tight) is None, "it holds more"
+    assert library.get(replace(PROBLEM, in_flight_limit=(4, 4, 4, 4))) is None, "it holds more"
     assert not library.has(roomy)
     assert library.has(replace(PROBLEM, failed=frozenset({p.Worker(0, 2)}), in_flight_limit=(6, 6, 6, 6)))
 

@@ -56,8 +56,7 @@ def test_files_keep_all_of_a_plan(tmp_path, problem, compact_from):
     p.save_plan(path, schedule)
     assert bool(json.loads(path.read_text())["lane"]) is isinstance(schedule, CompactSchedule)
     assert p.load_plan(path).schedule == schedule
-    library = p.PlanLibrary(tmp_path / "library")
-    library.put(schedule)
+    p.PlanLibrary(tmp_path / "library").put(schedule)
     assert p.PlanLibrary(tmp_path / "library").get(problem) == schedule
 
 

@@ -54,8 +54,7 @@ def test_nothing_is_computed_again_where_there_is_room(capacity):
 
 def test_only_what_memory_requires_is_computed_again():
     """By stage, and within a stage by micro-batch; never at the last stage."""
-    schedule = p.plan(running(1.5, 0.5, NOBODY))
-    counts = again(schedule)
+    counts = again(p.plan(running(1.5, 0.5, NOBODY)))
     assert counts[3] == 0
     assert 0 < counts[2] < counts[0] <= 18
 

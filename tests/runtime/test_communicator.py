@@ -253,8 +253,7 @@ def test_members_of_a_tie_are_told_what_a_member_of_whatever_stage_has(four, siz
     members = {0: ([three, outer], [1, 3]), 1: ([three, inner], [1, 2]), 2: ([inner], [2]), 3: ([three, outer], [1, 3])}
     for rank, (ties, sources) in members.items():
         four.members[rank].start(tasks.broadcast_tied, ties, sources, size)
-    found = four.collect(four.members)
-    assert found == [[31.0, 23.0], [31.0, 22.0], [22.0], [31.0, 23.0]]
+    assert four.collect(four.members) == [[31.0, 23.0], [31.0, 22.0], [22.0], [31.0, 23.0]]
 
 
 @pytest.mark.parametrize("size", [10, 100_000])
@@ -358,8 +357,7 @@ def test_abort_unblocks_although_the_peer_is_stopped(team, operation):
     team.members[0].start(*BLOCKING[operation])
     assert_abort_unblocks(team, 0, team.generation)
     team.regroup(0, 2)
-    results = team.run(tasks.all_reduce, 10, torch.float32, ranks=[0, 2])
-    assert torch.equal(*results)
+    assert torch.equal(*team.run(tasks.all_reduce, 10, torch.float32, ranks=[0, 2]))
 
 
 LARGE = 100_000_000  # bytes; more than the buffers of a connection hold

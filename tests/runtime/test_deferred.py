@@ -238,8 +238,7 @@ def assert_split_is_fused(name: str, dtype: torch.dtype, shapes: Sequence[tuple[
 @pytest.mark.parametrize("name", MODULES)
 def test_split_backward_gives_the_bits_of_the_fused_one(name, dtype):
     # The batch equals the width, so that a gradient of the wrong tensor would have the right shape.
-    shapes = [(WIDTH, 5, WIDTH)]
-    assert_split_is_fused(name, dtype, shapes)
+    assert_split_is_fused(name, dtype, [(WIDTH, 5, WIDTH)])
 
 
 @pytest.mark.parametrize(
@@ -352,8 +351,7 @@ def test_a_one_dimensional_input_works():
 @pytest.mark.parametrize("kind", ["hook", "post accumulate hook"])
 def test_a_hook_on_a_parameter_sees_its_gradient_in_b(kind):
     module = hooked(kind)
-    queue = split(module, torch.ones(2, WIDTH), torch.ones(2, WIDTH))
-    assert len(queue) == 0
+    assert len(split(module, torch.ones(2, WIDTH), torch.ones(2, WIDTH))) == 0
     factor = 2.0 if kind == "hook" else 1.0
     assert torch.equal(module.weight.grad, torch.full((WIDTH, WIDTH), 2.0 * factor))
     assert len(module.calls) == (kind != "hook")
@@ -399,8 +397,7 @@ def test_outside_a_split_backward_a_deferring_layer_is_an_ordinary_one():
 def test_queues_of_different_microbatches_are_independent():
     module = nn.Linear(WIDTH, WIDTH, bias=False)
     first = split(module, torch.ones(1, WIDTH), torch.ones(1, WIDTH))
-    second = split(module, torch.ones(1, WIDTH) * 10, torch.ones(1, WIDTH))
-    second.flush()
+    split(module, torch.ones(1, WIDTH) * 10, torch.ones(1, WIDTH)).flush()
     assert torch.equal(module.weight.grad, torch.full((WIDTH, WIDTH), 10.0))
     first.flush()
     assert torch.equal(module.weight.grad, torch.full((WIDTH, WIDTH), 11.0))

@@ -223,8 +223,7 @@ def test_an_operation_that_fails_counts_for_nothing(allocator):
         meter.begin(step, ())
         with pytest.raises(KeyError):
             fail()
-    found = meter.footprint()
-    assert found.temporary == 0
+    assert meter.footprint().temporary == 0
 
 
 # ---------------------------------------------------------------------- the trial of a split backward

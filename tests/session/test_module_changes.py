@@ -109,8 +109,7 @@ def test_what_other_code_changes_is_told():
     module.count = 5
     module.kept["b"] = 1
     module.rows.add_(1)
-    names = {name_of(place) for place in tree.absorb()}
-    assert names == {"count", "kept.b", "rows", "row"}
+    assert {name_of(place) for place in tree.absorb()} == {"count", "kept.b", "rows", "row"}
     assert tree.absorb() == []
 
 

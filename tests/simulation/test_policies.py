@@ -160,8 +160,7 @@ def test_survivors_fill_each_others_gaps_or_form_new_pipelines():
 
 
 def test_drop_replica_shrinks_the_batch_at_the_same_speed():
-    policy = sim.DropReplica(**AT_ONCE)
-    result = run(policy, [sim.Outage(100.0, (5,), 2000.0)])
+    result = run(sim.DropReplica(**AT_ONCE), [sim.Outage(100.0, (5,), 2000.0)])
     during = next(interval for interval in result.intervals if interval.gpus == 28 and interval.throughput)
     assert during.throughput == pytest.approx(14.87 * 7 / 8)
     assert pauses(result) == {"detect": 5.0, "regroup": 5.0, "transfer": MIDDLE.transfer_seconds(0.25)}
@@ -267,8 +266,7 @@ def test_varuna_takes_the_fastest_depth_that_fits():
     pipelines, depth, size, seconds = layout
     assert model.transformer.layers % depth == 0
     assert (pipelines, size) == (32 // depth, 1)
-    fewer = published.morph(model, 31)
-    assert seconds < fewer[3]
+    assert seconds < published.morph(model, 31)[3]
     planned = published.morph(model, 32, "planned", 0)
     assert (planned[:3], planned[3] < seconds) == (layout[:3], True)
     assert published.morph(replace(model, gpu=sim.Gpu("tiny", 312e12, 1e9, 1e12)), 32) is None

@@ -86,8 +86,7 @@ def test_consecutive_iterations_follow_at_the_period():
 
 
 def test_files(tmp_path):
-    svg = save_gantt(tmp_path / "new" / "plan.svg", rerouted())
-    ElementTree.parse(svg)
+    ElementTree.parse(save_gantt(tmp_path / "new" / "plan.svg", rerouted()))
 
 
 def test_bad_input(tmp_path):
