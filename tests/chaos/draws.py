@@ -7,7 +7,6 @@ from itertools import pairwise
 
 from chaos.scenario import EPOCH, FAMILIES, SAMPLES, STEPS_IF_STOPPED, Crowd, LateFault, Recipe, Scenario, Trouble
 from lightning_recycle.callbacks import Fault
-from lightning_recycle.planning.planner import Switch
 
 _GRIDS = ((1, 2), (2, 1), (2, 2), (2, 2), (2, 2), (2, 3), (3, 1), (3, 2), (3, 2), (3, 3), (3, 3))
 _OPERATIONS = ("forward", "backward_input", "backward_weight", "reduce", "optimizer")
@@ -43,7 +42,7 @@ def draw(seed: int) -> Scenario:
         stages,
         _recipe(rng),
         staggered=rng.random() < 0.75,
-        split_backward=_split_backward(rng.random()),
+        split_backward="auto" if (drawn := rng.random()) < 0.35 else drawn < 0.85,
         shadow=rng.choice(("device", "device", "host")),
     )
     elastic = random.Random(f"as many/{seed}")
@@ -61,10 +60,6 @@ def _with_members(rng: random.Random, scenario: Scenario) -> Scenario:
     which = (None, 0, 1)
     faults = tuple(replace(fault, member=rng.choice(which)) for fault in scenario.faults)
     return replace(scenario, members=2, faults=faults, moves=(), flips=())
-
-
-def _split_backward(drawn: float) -> Switch:
-    return "auto" if drawn < 0.35 else drawn < 0.85
 
 
 def _recipe(rng: random.Random) -> Recipe:

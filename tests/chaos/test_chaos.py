@@ -141,13 +141,9 @@ def test_the_command_prints_a_table_and_tells_success(capsys):
     assert main(["--only", str(QUICK)]) == 0
     out = capsys.readouterr().out
     (line,) = (line for line in out.splitlines() if line.split()[:1] == [str(QUICK)])
-    assert line.split()[1:3] == [_grid(draw(QUICK)), "ok"]
+    assert line.split()[1:3] == [f"{draw(QUICK).pipelines}x{draw(QUICK).stages}", "ok"]
     assert "all exact" in out
     assert all(f"LEFT OUT: {family}" in out for family in NEEDS_SMALL_DISKS)
-
-
-def _grid(scenario: Scenario) -> str:
-    return f"{scenario.pipelines}x{scenario.stages}"
 
 
 def test_the_table_counts_by_family_and_names_the_seeds_that_failed():

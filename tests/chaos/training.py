@@ -122,13 +122,9 @@ def make_model(recipe: Recipe) -> ChaosModel:
     return (MonitoredModel if recipe.monitored else ChaosModel)(recipe)
 
 
-def training_data() -> TensorDataset:
-    return _data(SAMPLES, seed=1)
-
-
 def training_loader(pipelines: int, processes: int = 0) -> DataLoader[Any]:
     """The data, shuffled, for ``pipelines``."""
-    return DataLoader(training_data(), batch_size=GLOBAL_BATCH // pipelines, shuffle=True, num_workers=processes)
+    return DataLoader(_data(SAMPLES, seed=1), batch_size=GLOBAL_BATCH // pipelines, shuffle=True, num_workers=processes)
 
 
 def validation_loader(recipe: Recipe, pipelines: int) -> DataLoader[Any] | None:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from control_plane import ControlPlane, die, together
@@ -371,7 +371,7 @@ def test_watching_waits_for_a_start_and_for_a_run_that_is_too_busy_to_answer(pla
             answer = next(answers)
             if isinstance(answer, Exception):
                 raise answer
-            return cast(dict[str, Any], answer)
+            return answer
 
         monkeypatch.setattr(status_command, "_targets", lambda address: next(looks))
         monkeypatch.setattr(status_command._Target, "ask", ask)

@@ -86,13 +86,10 @@ def test_the_coordinator_releases_the_sibling_of_a_worker_that_ends_and_the_othe
 # ---------------------------------------------------------------------- who is given up
 
 
-def stands(silent: float) -> WorkerSigns:
-    return WorkerSigns(Sign("it was silent", silent, 5.0, 60.0))
-
-
 @pytest.mark.parametrize(("silent", "given_up"), [({1}, {1}), ({1, 3}, set()), ({0, 1}, {0, 1})])
 def test_a_worker_is_given_up_while_all_members_of_another_position_are_well(silent, given_up):
-    standings = {rank: stands(6.0 if rank in silent else 0.0) for rank in range(4)}
+    silences = [Sign("it was silent", 6.0 if rank in silent else 0.0, 5.0, 60.0) for rank in range(4)]
+    standings = {rank: WorkerSigns(silence) for rank, silence in enumerate(silences)}
     _, ruling = review(DetectionState(), 100.0, standings, range(4), Positions(GRID, 2), 7)
     assert set(ruling.evict) == given_up
 

@@ -45,21 +45,13 @@ def stop_at(state: s.MembershipState, step: int) -> tuple[s.MembershipState, lis
     return feed(state, *arrived(ranks, state.generation.number, step))
 
 
-def without_state(rank: int, generation: int) -> m.Report:
-    return report(rank, generation, -1)
-
-
 def joining_3(step: int = 2) -> s.MembershipState:
     """Worker 3 joins the others at ``step`` in generation 2; worker 1 is to give it its state."""
     state, _ = feed(running_without_3(), m.Ready(3))
     state, _ = stop_at(state, step)
-    state, _ = feed(state, *reports(THREE, 2, step), without_state(3, 2))
+    state, _ = feed(state, *reports(THREE, 2, step), report(3, 2, -1))
     assert state.roster.joining == {3}
     return state
-
-
-def rejoined_3(step: int = 2) -> s.MembershipState:
-    return feed(joining_3(step), entered(3, 2))[0]
 
 
 # ---------------------------------------------------------------------- losses meanwhile
@@ -84,16 +76,11 @@ def test_a_loss_during_a_pause_cancels_it_and_it_is_asked_for_again_after_the_ne
 # ---------------------------------------------------------------------- late and twice
 
 
-def pausing(*events: s.MembershipEvent) -> s.MembershipState:
-    """All but worker 3 are asked to stop, so that it can join."""
-    return feed(running_without_3(), m.Ready(3), *events)[0]
-
-
 @pytest.mark.parametrize(
     ("state", "words"),
     [
         pytest.param(
-            pausing(*paused(THREE, 1, 0)),
+            feed(running_without_3(), m.Ready(3), *paused(THREE, 1, 0))[0],
             [
                 m.Paused(0, 0, 0), m.Paused(3, 1, 0), at_boundary(0, 1, 0), at_boundary(0, 1, 2), at_boundary(0, 0, 1),
                 at_boundary(3, 1, 1), entered(0, 1), m.Ready(0), m.Ready(3), m.Paused(0, 1, 7),
@@ -101,7 +88,7 @@ def pausing(*events: s.MembershipEvent) -> s.MembershipState:
             id="of-another-generation-step-or-worker",
         ),
         pytest.param(
-            rejoined_3(),
+            feed(joining_3(2), entered(3, 2))[0],
             [m.Paused(0, 1, 0), at_boundary(0, 1, 2), entered(3, 2), m.Ready(3), entered(0, 2)],
             id="of-a-pause-that-is-over",
         ),

@@ -357,10 +357,6 @@ def does_not_end(run: Run) -> Statuses:
     return {"run": agent.status()}
 
 
-def given_up(run: Run) -> Statuses:
-    return {"run": run.of_workers("kill -9 $$", options=("--max-restarts", "1"))}
-
-
 WAYS: dict[str, Callable[[Run], Statuses]] = {
     "the run finished": finished,
     "the same, after a worker was lost": a_worker_was_lost,
@@ -379,7 +375,7 @@ WAYS: dict[str, Callable[[Run], Statuses]] = {
     "another version": another_version,
     "no coordinator within `RECYCLE_CONNECT_SECONDS`": nobody_there,
     "a stage has no worker within `--start-timeout`": others_missing,
-    "killed repeatedly": given_up,
+    "killed repeatedly": lambda run: {"run": run.of_workers("kill -9 $$", options=("--max-restarts", "1"))},
 }
 
 

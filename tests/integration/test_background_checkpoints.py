@@ -320,8 +320,6 @@ class AtTheEnd(WholeCheckpointIO):
 class NotesClient(L.Callback):
     """Lets :class:`AtTheEnd` know its client. When that has begun, the training goes on to step 7, which may raise."""
 
-    client: Any
-
     def __init__(self, begun: Path, raises: bool) -> None:
         self._begun, self._raises = begun, raises
 

@@ -202,8 +202,6 @@ DIFFERENT = (mean, mean_in_array, mean_in_object, hidden, window, extremes)
 class Keeps(nn.Module):
     """A layer that keeps something from call to call in one way, and depends on it."""
 
-    buffer: Tensor
-
     def __init__(self, way: Callable[[Any, Tensor], float]) -> None:
         super().__init__()
         self.way, self.kept, self.calls = way, None, 0
@@ -402,8 +400,6 @@ class Clamps(Net):
 
 class ActNorm(nn.Module):
     """Its first call initialises it by the data."""
-
-    initialised: Tensor
 
     def __init__(self) -> None:
         super().__init__()

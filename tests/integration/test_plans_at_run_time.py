@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import lightning as L
 import pytest
@@ -139,7 +139,7 @@ class AwaitBetter(L.Callback):
         self.gate = gate
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        client = cast("Any", trainer.strategy).session.client
+        client = trainer.strategy.session.client
         if trainer.global_step == 8:
             self.gate.touch()
         deadline = time.monotonic() + 60.0

@@ -57,7 +57,6 @@ class Annealed(L.LightningModule):
     """Its loss depends on attributes that hooks set at the beginning of an epoch, here and there."""
 
     alpha = 0.0
-    bank: Tensor | None
 
     def __init__(self) -> None:
         super().__init__()

@@ -51,10 +51,6 @@ def logged(module: type[LogsNorms], *faults: Fault) -> same.Script:
     return script
 
 
-def noted(run: same.Run) -> list[list[str]]:
-    return [path.read_text().splitlines() for path in (run.root / "norms").iterdir()]
-
-
 @pytest.mark.parametrize("staggered", sampled([True, False], 1, rest=pytest.mark.long))
 @pytest.mark.parametrize("module", [LogsNorms, LogsNormsOfTied])
 def test_grad_norm_is_that_of_one_device_on_every_worker(tmp_path, module, staggered):
@@ -64,7 +60,7 @@ def test_grad_norm_is_that_of_one_device_on_every_worker(tmp_path, module, stagg
     assert "grad_2.0_norm/layers.4.bias" in one.metrics
     same.assert_same(one.metrics, grid.metrics)
     same.assert_same(one.weights, grid.weights)
-    found = noted(grid)
+    found = [path.read_text().splitlines() for path in (grid.root / "norms").iterdir()]
     assert len(found) == same.PIPELINES * same.STAGES
     assert all(lines == found[0] for lines in found)
 

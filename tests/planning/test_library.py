@@ -28,10 +28,6 @@ class FailsOnTwo:
         return p.heuristic(problem, 0)
 
 
-def single_failures() -> list[p.Problem]:
-    return [replace(PROBLEM, failed=frozenset({worker})) for worker in GRID.workers()[:3]]
-
-
 def only_file(path: Path) -> Path:
     (file,) = path.iterdir()
     return file
@@ -202,7 +198,7 @@ def test_a_miss_has_a_reason(tmp_path, other, reason):
 
 
 def test_plans_are_computed_ahead_in_parallel_and_only_once(tmp_path):
-    problems = single_failures()
+    problems = [replace(PROBLEM, failed=frozenset({worker})) for worker in GRID.workers()[:3]]
     library = p.PlanLibrary(tmp_path)
     library.put(p.solve(problems[1]))
     stored = only_file(tmp_path)

@@ -3,7 +3,7 @@
 import gc
 import weakref
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import lightning as L
 import pytest
@@ -125,7 +125,7 @@ class Saving(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return cast("Tensor", Save.apply(self.linear(x)))
+        return Save.apply(self.linear(x))
 
 
 def test_nothing_that_autograd_saves_lives_between_f_and_r():

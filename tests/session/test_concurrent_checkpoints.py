@@ -21,13 +21,10 @@ from lightning_recycle.session.concurrent_checkpoints import (
 from lightning_recycle.session.configuration import CheckpointOptions, Options
 
 
-def state_of(weight: torch.Tensor) -> dict[str, Any]:
-    return {"weight": weight, "tied": weight.detach(), "groups": [{"lr": 0.1, "betas": (0.9, 0.999)}]}
-
-
 def test_a_copy_keeps_the_values_and_what_is_tied():
     weight = torch.nn.Parameter(torch.ones(3))
-    copy = StateCopies().take(state_of(weight))
+    groups = [{"lr": 0.1, "betas": (0.9, 0.999)}]
+    copy = StateCopies().take({"weight": weight, "tied": weight.detach(), "groups": groups})
     with torch.no_grad():
         weight.zero_()
     assert copy["weight"].tolist() == [1.0, 1.0, 1.0]

@@ -125,9 +125,6 @@ def test_the_rest_stays_on_its_worker():
 
 
 class Totals(L.LightningModule):
-    confusion: Tensor
-    by_kind: dict[str, list[Tensor]]
-    average: list[Tensor]
     seen = 0
 
 

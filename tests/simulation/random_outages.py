@@ -29,10 +29,6 @@ def lengths() -> st.SearchStrategy[float | None]:
     return st.none() | finite.map(lambda time: round(time, 3))
 
 
-def _end(begin: float, length: float | None) -> float | None:
-    return None if length is None else begin + length
-
-
 @st.composite
 def outages(draw, nodes: int) -> list[sim.Outage]:
     """Up to eight, each of some nodes."""
@@ -40,5 +36,5 @@ def outages(draw, nodes: int) -> list[sim.Outage]:
     for _ in range(draw(st.integers(0, 8))):
         begin, length = draw(moments()), draw(lengths())
         hit = draw(st.lists(st.integers(0, nodes - 1), min_size=1, max_size=nodes, unique=True))
-        found.append(sim.Outage(begin, tuple(hit), _end(begin, length)))
+        found.append(sim.Outage(begin, tuple(hit), None if length is None else begin + length))
     return found

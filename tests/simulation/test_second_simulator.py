@@ -36,10 +36,6 @@ POLICIES = [
 ]
 
 
-def model(pipelines: int, stages: int) -> sim.TrainingModel:
-    return small_model(pipelines, stages, network_bandwidth=1e8)
-
-
 NAMED = pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: f"{type(policy).__name__}-{policy.schedule}")
 
 
@@ -51,7 +47,7 @@ def test_both_simulators_agree(policy, examples):
 
 def check_outages(policy, data) -> None:
     pipelines, stages = data.draw(st.sampled_from(GRIDS))
-    chosen = model(pipelines, stages)
+    chosen = small_model(pipelines, stages, network_bandwidth=1e8)
     extra = getattr(policy, "spares", 0) or data.draw(st.sampled_from([0, 3]))
     cluster = sim.Cluster.of(chosen, extra_nodes=extra)
     compare(policy, chosen, cluster, sim.Scripted(data.draw(outages(cluster.nodes))))

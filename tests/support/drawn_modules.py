@@ -367,7 +367,7 @@ class OneProcess(DrawnModule):
                 len(value) > len(begin[name]) and value[:-1] == begin[name] for value in left
             ):
                 self._set({name: begin[name] + [value[-1] for value in left]})
-            elif name not in self.by_slot and all(_same(left[0], value) for value in left):
+            elif name not in self.by_slot and all(as_numbers(left[0]) == as_numbers(value) for value in left):
                 self._set({name: left[0]})
             else:
                 self.by_slot[name] = left
@@ -408,7 +408,3 @@ def as_numbers(value: Any) -> Any:
     if isinstance(value, Box):
         return value.held
     return list(value) if isinstance(value, deque) else value
-
-
-def _same(one: Any, other: Any) -> bool:
-    return bool(as_numbers(one) == as_numbers(other))

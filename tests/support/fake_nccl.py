@@ -152,7 +152,6 @@ class FakeStream:
 class _Work:
     """What a kernel does with its tensor."""
 
-    lane: Lane
     done = False
 
     def __init__(self, comm: FakeComm, tensor: Tensor) -> None:
