@@ -39,13 +39,9 @@ Answer = tuple[int, str, str]
 
 @functools.cache
 def _driver() -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", _DRIVER],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "COLUMNS": "160"},
-    )
+    pipe = subprocess.PIPE
+    env = {**os.environ, "COLUMNS": "160"}
+    process = subprocess.Popen([sys.executable, "-c", _DRIVER], stdin=pipe, stdout=pipe, text=True, env=env)
     atexit.register(process.communicate)  # it ends with its input
     return process
 

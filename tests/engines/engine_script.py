@@ -33,13 +33,9 @@ def main() -> None:
     output, steps, seconds = Path(sys.argv[1]), *(float(text) for text in [*sys.argv[2:4], "8", "0"][:2])
     model = Paced().double()
     model.seconds = seconds
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=int(os.environ.get("DEVICES", "4")),
-        strategy=ReCycleStrategy(pipeline_parallel_size=2, num_microbatches=6),
-        max_steps=int(steps),
-        **QUIET,
-    )
+    devices = int(os.environ.get("DEVICES", "4"))
+    strategy = ReCycleStrategy(pipeline_parallel_size=2, num_microbatches=6)
+    trainer = L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, max_steps=int(steps), **QUIET)
     trainer.fit(model, DataLoader(dataset(GLOBAL_BATCH * int(steps)), batch_size=GLOBAL_BATCH // 2))
     temporary = output.with_suffix(f".{os.getpid()}")
     torch.save(model.state_dict(), temporary)

@@ -163,15 +163,9 @@ class Cluster:
     ) -> int:
         """Submits a batch script; returns the number of the job."""
         command = ["sbatch", "--parsable", *options, str(script), *arguments]
-        done = subprocess.run(
-            command,
-            env={**self.environment, **(environment or {})},
-            cwd=script.parent,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        env = {**self.environment, **(environment or {})}
+        cwd = script.parent
+        done = subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0, done.stderr
         return int(done.stdout)
 

@@ -51,14 +51,9 @@ class Process:
     """A process whose output is read as it comes."""
 
     def __init__(self, *command: str, **environment: str) -> None:
-        self.popen = subprocess.Popen(
-            command,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-            cwd=HERE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+        pipe, same = subprocess.PIPE, subprocess.STDOUT
+        self.popen = subprocess.Popen(command, env=env, cwd=HERE, stdout=pipe, stderr=same, text=True)
         self.lines: list[str] = []
         self._news = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)

@@ -38,13 +38,9 @@ def loader(batch_size: int) -> DataLoader[Tensor]:
 
 
 def grid(devices: int, stages: int, *faults: Fault, **kwargs: Any) -> L.Trainer:
-    return L.Trainer(
-        accelerator="cpu",
-        devices=devices,
-        strategy=ReCycleStrategy(pipeline_parallel_size=stages, num_microbatches=2),
-        callbacks=[FaultInjectionCallback(list(faults))],
-        **{**QUIET, **kwargs},
-    )
+    strategy = ReCycleStrategy(pipeline_parallel_size=stages, num_microbatches=2)
+    callbacks = [FaultInjectionCallback(list(faults))]
+    return L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, callbacks=callbacks, **{**QUIET, **kwargs})
 
 
 @pytest.fixture(scope="module")

@@ -67,13 +67,9 @@ class Cluster:
 
     def start_worker(self) -> subprocess.Popen[str]:
         script = [sys.executable, str(HERE / "outside_worker.py"), str(self.steps), str(self.seconds), str(self.output)]
+        env = self._environment
         process = subprocess.Popen(
-            [*script, *self.options],
-            env=self._environment,
-            cwd=HERE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+            [*script, *self.options], env=env, cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         said: list[tuple[float, str]] = []
         self.workers.append(process)

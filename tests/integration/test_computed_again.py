@@ -60,14 +60,9 @@ def again(schedule: Schedule) -> int:
 )
 def test_a_kill_costs_less_within_the_same_limit(pipelines, worker, seconds, tmp_path):
     """Without recomputation one micro-batch at a time fits into stage 0, whose workers then wait for each gradient."""
-    run = exact_fit(
-        Heavy().double(),
-        pipelines,
-        2,
-        [Fault("kill", *worker, step=6)],
-        callbacks=[Peaks(tmp_path)],
-        strategy={"split_backward": True, "memory": LIMIT, "profile": seconds},
-    )
+    faults = [Fault("kill", *worker, step=6)]
+    strategy = {"split_backward": True, "memory": LIMIT, "profile": seconds}
+    run = exact_fit(Heavy().double(), pipelines, 2, faults, callbacks=[Peaks(tmp_path)], strategy=strategy)
     assert failures(run) == [worker]
     after = retime(run.strategy.schedules[-1], Costs.uniform(2, 1.0, 2.0, 1.0))  # what it was planned for
     assert again(after)
@@ -79,13 +74,8 @@ def test_a_kill_costs_less_within_the_same_limit(pipelines, worker, seconds, tmp
 
 
 def test_it_can_be_switched_off(seconds):
-    run = exact_fit(
-        Heavy().double(),
-        2,
-        2,
-        [Fault("kill", 1, 0, step=6)],
-        strategy={"split_backward": True, "memory": LIMIT, "profile": seconds, "activation_checkpointing": "never"},
-    )
+    strategy = {"split_backward": True, "memory": LIMIT, "profile": seconds, "activation_checkpointing": "never"}
+    run = exact_fit(Heavy().double(), 2, 2, [Fault("kill", 1, 0, step=6)], strategy=strategy)
     assert not any(map(again, run.strategy.schedules))
 
 
@@ -121,13 +111,9 @@ def test_dropout_after_a_kill_is_as_without_failure(pipelines, seconds):
     expected = Heavy(dropout=0.3).double()
     fit(expected, 1, 1, strategy={"seed": 3})
     model = Heavy(dropout=0.3).double()
-    run = fit(
-        model,
-        pipelines,
-        2,
-        [Fault("kill", 1, 0, step=6), Fault("kill", 0, 1, step=8, at="backward_input")],
-        strategy={"split_backward": True, "memory": LIMIT, "profile": seconds, "seed": 3},
-    )
+    faults = [Fault("kill", 1, 0, step=6), Fault("kill", 0, 1, step=8, at="backward_input")]
+    strategy = {"split_backward": True, "memory": LIMIT, "profile": seconds, "seed": 3}
+    run = fit(model, pipelines, 2, faults, strategy=strategy)
     assert again(run.strategy.schedules[-1])
     assert len(failures(run)) == 2
     assert difference(model.state_dict(), expected.state_dict()) < 1e-10

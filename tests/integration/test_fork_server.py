@@ -29,15 +29,9 @@ def test_the_run_goes_on_and_so_do_replacements_and_the_next_run(name, tmp_path)
 
     first = [AwaitReplacement(range(20, STEPS), pace=0.1), Marks(tmp_path)]
     with Meanwhile(lambda: mark_of(tmp_path, 3, 0), strike):
-        run = exact_fit(
-            Regression().double(),
-            2,
-            2,
-            data=dataset(GLOBAL_BATCH * STEPS),
-            max_steps=STEPS,
-            strategy={"max_restarts": 10},
-            callbacks=first,
-        )
+        data = dataset(GLOBAL_BATCH * STEPS)
+        strategy = {"max_restarts": 10}
+        run = exact_fit(Regression().double(), 2, 2, data=data, max_steps=STEPS, strategy=strategy, callbacks=first)
     assert failures(run) == rejoined(run) == [(1, 1)]
     (cause,) = causes(run)
     assert cause == "it was killed by SIGKILL" if name == "resource_tracker" else "fork server" in cause

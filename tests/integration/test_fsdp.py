@@ -75,15 +75,8 @@ class Metrics(Ordinary):
 
 def test_evaluation_metrics_and_gathering_count_parts_of_the_data():
     module, layers = Metrics(), uneven()
-    trainer = fit(
-        module,
-        (2, 1, 3, 1),
-        Kill(4, 1, 1),
-        validates=True,
-        val=Subset(dataset(), range(50)),
-        max_epochs=1,
-        max_steps=-1,
-    )
+    val = Subset(dataset(), range(50))
+    trainer = fit(module, (2, 1, 3, 1), Kill(4, 1, 1), validates=True, val=val, max_epochs=1, max_steps=-1)
     optimizer, data = torch.optim.AdamW(layers.parameters(), lr=0.01), dataset()
     losses = []
     for step in range(len(data) // (6 * BATCH)):

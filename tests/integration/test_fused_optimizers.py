@@ -102,13 +102,7 @@ def test_weights_are_exact_after_a_kill(at):
 
 
 def test_a_replacement_gets_the_counters_too():
-    run = exact_fit(
-        Fused().double(),
-        2,
-        2,
-        [Fault("kill", 1, 1, step=1)],
-        strategy={"max_restarts": 10},
-        callbacks=[AwaitReplacement([4])],
-    )
+    faults = [Fault("kill", 1, 1, step=1)]
+    run = exact_fit(Fused().double(), 2, 2, faults, strategy={"max_restarts": 10}, callbacks=[AwaitReplacement([4])])
     assert rejoined(run) == [(1, 1)]
     assert committed_steps(run) == list(range(10))

@@ -98,15 +98,10 @@ def test_weights_that_stay_are_in_the_checkpoints_and_nothing_else_is_taken_for_
     model = Regression().double()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     checkpoints = ModelCheckpoint(dirpath=tmp_path, save_last=True, every_n_train_steps=1)
+    faults = [Fault("kill", 1, 0, step=2)]
+    strategy = {"gather_result": False, "save_distributed_checkpoint": True}
     run = fit(
-        model,
-        2,
-        2,
-        [Fault("kill", 1, 0, step=2)],
-        max_steps=STEPS,
-        strategy={"gather_result": False, "save_distributed_checkpoint": True},
-        callbacks=[checkpoints],
-        enable_checkpointing=True,
+        model, 2, 2, faults, max_steps=STEPS, strategy=strategy, callbacks=[checkpoints], enable_checkpointing=True
     )
     assert difference(model.state_dict(), before) == 0
     assert "not the trained one" in caplog.text

@@ -125,13 +125,9 @@ def test_a_worker_above_the_pipelines_is_lost(what, tmp_path):
         options["gradient_clip_val"] = 0.2
     saves = what.startswith("checkpoints")
     saving = [ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=4, save_top_k=-1)] if saves else []
+    callbacks = [*case.callbacks, *saving]
     run = on_lanes(
-        case.stages,
-        case.faults,
-        strategy=strategy,
-        callbacks=[*case.callbacks, *saving],
-        enable_checkpointing=saves,
-        **options,
+        case.stages, case.faults, strategy=strategy, callbacks=callbacks, enable_checkpointing=saves, **options
     )
     model, alone = case.model().double(), case.model().double()
     run.fit(model, loader(PIPELINES, case.stream))

@@ -159,13 +159,8 @@ def under_ddp(model: L.LightningModule, **kwargs: Any) -> L.Trainer:
     process_context()
     _ensure_fork_server()
     strategy = DDPStrategy(start_method="forkserver", find_unused_parameters=True)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=PIPELINES,
-        strategy=strategy,
-        callbacks=OwnParameters(),
-        **{**QUIET, "max_epochs": EPOCHS, **kwargs},
-    )
+    options = {**QUIET, "max_epochs": EPOCHS, **kwargs}
+    trainer = L.Trainer(accelerator="cpu", devices=PIPELINES, strategy=strategy, callbacks=OwnParameters(), **options)
     trainer.fit(model, Data())
     return trainer
 

@@ -29,14 +29,9 @@ def test_no_worker_holds_more_than_the_limit(pipelines, stages, worker, fit_in, 
     no_plans_ahead(monkeypatch)
     each = 1 if stages > 1 else 2
     limit = fit_in * each * EACH + EACH // 2
-    run = exact_fit(
-        Heavy().double(),
-        pipelines,
-        stages,
-        [Fault("kill", *worker, step=5)],
-        callbacks=[Peaks(tmp_path)],
-        strategy={"split_backward": True, "memory": limit},
-    )
+    faults = [Fault("kill", *worker, step=5)]
+    strategy = {"split_backward": True, "memory": limit}
+    run = exact_fit(Heavy().double(), pipelines, stages, faults, callbacks=[Peaks(tmp_path)], strategy=strategy)
     assert failures(run) == [worker]
     before, after = run.strategy.schedules
     assert after.problem.in_flight_limit is None, "bytes are the only limit"
@@ -59,14 +54,9 @@ def test_before_anything_is_measured_a_survivor_holds_what_1f1b_does(step, tmp_p
 def test_what_does_not_fit_is_said_and_one_microbatch_at_a_time_goes_on(tmp_path, monkeypatch, caplog):
     no_plans_ahead(monkeypatch)
     with caplog.at_level(logging.WARNING):
-        run = exact_fit(
-            Heavy().double(),
-            2,
-            2,
-            [Fault("kill", 0, 1, step=4)],
-            callbacks=[Peaks(tmp_path)],
-            strategy={"split_backward": True, "memory": EACH // 2},
-        )
+        faults = [Fault("kill", 0, 1, step=4)]
+        strategy = {"split_backward": True, "memory": EACH // 2}
+        run = exact_fit(Heavy().double(), 2, 2, faults, callbacks=[Peaks(tmp_path)], strategy=strategy)
     assert run.strategy.schedules[1].problem.in_flight_limit == (1, 1)
     assert peaks(tmp_path)["3 measured"] == 1
     assert "fits into memory: a worker of stage 0 has 1,048,576 bytes" in caplog.text
@@ -75,13 +65,8 @@ def test_what_does_not_fit_is_said_and_one_microbatch_at_a_time_goes_on(tmp_path
 
 def test_an_in_flight_limit_of_the_users_counts_alone(tmp_path, monkeypatch):
     no_plans_ahead(monkeypatch)
-    run = exact_fit(
-        Heavy().double(),
-        2,
-        2,
-        [Fault("kill", 1, 0, step=4)],
-        callbacks=[Peaks(tmp_path)],
-        strategy={"split_backward": True, "memory": "4 micro-batches"},
-    )
+    faults = [Fault("kill", 1, 0, step=4)]
+    strategy = {"split_backward": True, "memory": "4 micro-batches"}
+    run = exact_fit(Heavy().double(), 2, 2, faults, callbacks=[Peaks(tmp_path)], strategy=strategy)
     assert [schedule.problem.in_flight_limit for schedule in run.strategy.schedules] == [(4, 4), (4, 4)]
     assert 1 < peaks(tmp_path)["3 measured"] <= 4, "by the memory alone it would be 1"

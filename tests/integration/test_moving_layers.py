@@ -209,15 +209,9 @@ MOMENTS = [
 @pytest.mark.parametrize(("kind", "rank", "moment"), sampled(MOMENTS, 1))
 def test_a_worker_may_be_killed_at_any_moment_of_a_move(kind, rank, moment):
     wanted, _ = LAYOUTS[kind]
-    run = exact_fit(
-        Scheduled().double(),
-        2,
-        3,
-        data=dataset(GLOBAL_BATCH * 12),
-        max_steps=12,
-        strategy=STAY,
-        callbacks=[Move(wanted), KilledWhileLayersMove(rank, moment)],
-    )
+    data = dataset(GLOBAL_BATCH * 12)
+    callbacks = [Move(wanted), KilledWhileLayersMove(rank, moment)]
+    run = exact_fit(Scheduled().double(), 2, 3, data=data, max_steps=12, strategy=STAY, callbacks=callbacks)
     assert moves(run) == [
         tuple(round(cut, 9) for cut in itertools.accumulate(sizes, initial=0)) for sizes in wanted.values()
     ]

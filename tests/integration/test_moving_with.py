@@ -93,13 +93,10 @@ def test_checkpoints_of_any_layout_go_on_with_any(tmp_path, name, sharded, befor
     def run(grid: tuple[int, int], epochs: int, sizes: Any, ckpt_path: Path | None = None) -> dict[str, Tensor]:
         model = MODELS[name]().double()
         saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
+        callbacks = [saving, Move(sizes)]
+        strategy = {**STAY, "save_distributed_checkpoint": sharded}
         lightning = trainer(
-            *grid,
-            callbacks=[saving, Move(sizes)],
-            strategy={**STAY, "save_distributed_checkpoint": sharded},
-            max_epochs=epochs,
-            max_steps=-1,
-            enable_checkpointing=True,
+            *grid, callbacks=callbacks, strategy=strategy, max_epochs=epochs, max_steps=-1, enable_checkpointing=True
         )
         lightning.fit(model, DataLoader(data, batch_size=GLOBAL_BATCH // grid[0]), ckpt_path=ckpt_path)
         return model.state_dict()
@@ -116,15 +113,8 @@ def test_learning_rates_of_groups_and_metrics(tmp_path):
     def rows(moves: dict[int, Any], name: str) -> tuple[list[str], dict[str, Tensor]]:
         model = Grouped().double()
         logger = CSVLogger(tmp_path, name="", version=name, flush_logs_every_n_steps=1)
-        fit(
-            model,
-            2,
-            2,
-            callbacks=[Move(moves), LearningRateMonitor("step")],
-            logger=logger,
-            log_every_n_steps=1,
-            strategy={"run_metrics": False},
-        )
+        callbacks = [Move(moves), LearningRateMonitor("step")]
+        fit(model, 2, 2, callbacks=callbacks, logger=logger, log_every_n_steps=1, strategy={"run_metrics": False})
         return (tmp_path / name / "metrics.csv").read_text().splitlines(), model.state_dict()
 
     still, expected = rows({}, "still")

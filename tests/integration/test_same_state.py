@@ -63,17 +63,9 @@ def test_a_replacement_in_an_epoch_logs_it_whole_and_steps_with_the_learning_rat
     def train(name: str, faults: Sequence[Fault]) -> tuple[L.Trainer, dict[str, Tensor], dict[int, Any]]:
         (tmp_path / name).mkdir()
         model = Plateau().double()
-        run = fit(
-            model,
-            3,
-            2,
-            faults,
-            data=DATA,
-            max_epochs=6,
-            max_steps=-1,
-            strategy={"max_restarts": 10},
-            callbacks=[AwaitReplacement([7]), EpochDiary(tmp_path / name)],
-        )
+        strategy = {"max_restarts": 10}
+        callbacks = [AwaitReplacement([7]), EpochDiary(tmp_path / name)]
+        run = fit(model, 3, 2, faults, data=DATA, max_epochs=6, max_steps=-1, strategy=strategy, callbacks=callbacks)
         return run, model.state_dict(), {rank: torch.load(tmp_path / name / f"{rank}.pt") for rank in range(6)}
 
     _, weights, diaries = train("undisturbed", [])

@@ -147,13 +147,8 @@ def test_some_workers_have_the_sums_over_two_stages_and_others_do_not(seed, kind
 )
 def test_a_worker_dies_while_gradients_are_summed(worker, number, moment, cap, split_backward):
     dies = Watcher(kill=(worker, number, moment), step=5)
-    run = exact_fit(
-        Scheduled().double(),
-        2,
-        3,
-        callbacks=[Move(SHARED), dies],
-        strategy={**STAY, "bucket_cap_mb": cap, "split_backward": split_backward},
-    )
+    strategy = {**STAY, "bucket_cap_mb": cap, "split_backward": split_backward}
+    run = exact_fit(Scheduled().double(), 2, 3, callbacks=[Move(SHARED), dies], strategy=strategy)
     assert failures(run) == [worker]
     assert len(moves(run)) == 1
 
@@ -194,13 +189,8 @@ class WaitsBeforeItsLastGradients(Callback):
 
 @pytest.mark.parametrize("pipelines", sampled([1, 2], 1, rest=pytest.mark.long))
 def test_nobody_waits_for_gradients_of_micro_batches_that_run_a_shared_layer_elsewhere(tmp_path, pipelines):
-    run = exact_fit(
-        Scheduled().double(),
-        pipelines,
-        2,
-        callbacks=[Move({1: (2.75, 3.25)}), WaitsBeforeItsLastGradients(tmp_path, 6)],
-        strategy={**STAY, "split_backward": True},
-    )
+    callbacks = [Move({1: (2.75, 3.25)}), WaitsBeforeItsLastGradients(tmp_path, 6)]
+    run = exact_fit(Scheduled().double(), pipelines, 2, callbacks=callbacks, strategy={**STAY, "split_backward": True})
     assert moves(run) == [(0, 2.75, 6)]
     for rank in range(1, 2 * pipelines, 2):
         assert literal_eval((tmp_path / f"{rank}").read_text()) == (True, True)
@@ -228,15 +218,8 @@ MANY_STEPS = 40  # when a move takes place depends on the machine
 def test_a_loss_may_use_a_shared_layer():
     data = dataset(GLOBAL_BATCH * MANY_STEPS)
     moved = UsesALayerInItsLoss().double()
-    run = fit(
-        moved,
-        2,
-        2,
-        data=data,
-        max_steps=MANY_STEPS,
-        callbacks=[Move({1: (2.75, 3.25)})],
-        strategy={**STAY, "split_backward": True},
-    )
+    strategy = {**STAY, "split_backward": True}
+    run = fit(moved, 2, 2, data=data, max_steps=MANY_STEPS, callbacks=[Move({1: (2.75, 3.25)})], strategy=strategy)
     (step,) = (event.step for event in run.strategy.history if event.kind == "layers_moved")
     reference = UsesALayerInItsLoss(from_step=step).double()
     on_one_device(max_steps=MANY_STEPS).fit(reference, DataLoader(data, batch_size=GLOBAL_BATCH))

@@ -163,13 +163,10 @@ def test_workers_and_replacements_have_what_the_script_defines(start, tmp_path):
     folder = tmp_path / "application"
     folder.mkdir()
     paths = [str(TESTS), str(folder if start == "python -m" else tmp_path), os.environ.get("PYTHONPATH", "")]
+    typed = STARTS[start] if start == "python - <" else None
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(
-        [sys.executable, *arguments(start, folder)],
-        input=STARTS[start] if start == "python - <" else None,
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        [sys.executable, *arguments(start, folder)], input=typed, capture_output=True, text=True, cwd=tmp_path, env=env
     )
     assert done.returncode == 0, done.stderr
     check(done.stdout)

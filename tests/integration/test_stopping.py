@@ -53,16 +53,9 @@ class Stops(L.Callback):
 
 def train(*callbacks: Any, faults: Any = (), grid: tuple[int, int] = (2, 2), **kwargs: Any) -> tuple[L.Trainer, Any]:
     model = Regression().double()
+    val = DataLoader(DATA, batch_size=GLOBAL_BATCH // 2)
     run = fit(
-        model,
-        *grid,
-        faults,
-        data=DATA,
-        val=DataLoader(DATA, batch_size=GLOBAL_BATCH // 2),
-        max_epochs=EPOCHS,
-        max_steps=-1,
-        callbacks=list(callbacks),
-        **kwargs,
+        model, *grid, faults, data=DATA, val=val, max_epochs=EPOCHS, max_steps=-1, callbacks=list(callbacks), **kwargs
     )
     assert difference(model.state_dict(), plain_loop(Regression().double(), PASSES, run.global_step)) < 1e-10
     return run, model
@@ -157,11 +150,9 @@ def test_a_worker_that_asks_by_its_own_clock_and_dies_leaves_the_others_well(see
 
 @pytest.mark.long
 def test_who_joins_after_all_have_agreed_to_stop_stops_with_them():
+    faults = [Fault("kill", 1, 0, step=3)]
+    strategy = {"max_restarts": 10}
     run, _ = train(
-        Stops("on_train_batch_end", 2),
-        AwaitReplacement([5]),
-        faults=[Fault("kill", 1, 0, step=3)],
-        strategy={"max_restarts": 10},
-        min_steps=10,
+        Stops("on_train_batch_end", 2), AwaitReplacement([5]), faults=faults, strategy=strategy, min_steps=10
     )
     assert (run.global_step, rejoined(run), happened(run, "stop_requested")) == (10, [(1, 0)], [])

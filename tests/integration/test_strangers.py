@@ -50,16 +50,8 @@ def test_a_run_that_loses_and_replaces_workers_goes_on_among_strangers(seed):
     expected = plain_loop(model, data, steps)
     faults = [Fault("kill", pipeline=i % 2, stage=i // 2 % 2, step=10 + 20 * i) for i in range(4)]
     with strangers_at(os.getpid(), seed=100 * seed, count=2) as tallies:
-        run = fit(
-            model,
-            2,
-            2,
-            faults,
-            data=data,
-            max_steps=steps,
-            strategy={"max_restarts": 10},
-            callbacks=[Unhurried(), AwaitReplacement([9 + 20 * i for i in range(1, 4)])],
-        )
+        callbacks = [Unhurried(), AwaitReplacement([9 + 20 * i for i in range(1, 4)])]
+        run = fit(model, 2, 2, faults, data=data, max_steps=steps, strategy={"max_restarts": 10}, callbacks=callbacks)
     assert difference(model.state_dict(), expected) < TOLERANCE
     assert committed_steps(run) == list(range(steps))
     assert len(failures(run)) == len(faults)

@@ -223,13 +223,9 @@ def test_a_folder_for_temporary_files_whose_path_is_too_long_is_named(tmp_path):
         "try:\n    _ensure_fork_server()\n"
         "except WorkerStartError as error:\n    print(error)\n"
     )
+    env = {**os.environ, "TMPDIR": str(folder)}
     done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "TMPDIR": str(folder)},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=True,
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=PATIENCE, check=True
     )
     assert str(folder) in done.stdout
     assert "Set TMPDIR" in done.stdout

@@ -56,12 +56,8 @@ def note_from_lambda(trainer: Any, *_: Any) -> None:
 def fitted(session: same.Session) -> None:
     module = same.KeepsDiary()
     module.book = same.Book(session.root / "diary", "module")
-    trainer = session.trainer(
-        max_epochs=2,
-        val_check_interval=2,
-        enable_checkpointing=True,
-        callbacks=[session.diary(), LambdaCallback(on_train_epoch_end=note_from_lambda)],
-    )
+    callbacks = [session.diary(), LambdaCallback(on_train_epoch_end=note_from_lambda)]
+    trainer = session.trainer(max_epochs=2, val_check_interval=2, enable_checkpointing=True, callbacks=callbacks)
     session.run.module = module
     trainer.fit(module, datamodule=KeepsDiaryOfData(session))
 
