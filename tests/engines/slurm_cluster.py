@@ -152,9 +152,8 @@ class Cluster:
 
     def call(self, *command: str, seconds: float = 60.0) -> str:
         """What a command of SLURM prints; it must succeed."""
-        done = subprocess.run(
-            command, env=self.environment, capture_output=True, text=True, timeout=seconds, check=False
-        )
+        env = self.environment
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=seconds, check=False)
         assert done.returncode == 0, (command, done.stdout, done.stderr)
         return done.stdout
 

@@ -79,9 +79,8 @@ def test_a_replacement_has_the_environment_of_the_start_of_its_run(tmp_path, mon
     with Meanwhile(lambda: mark_of(tmp_path, 1, 0), strike):
         data = dataset(GLOBAL_BATCH * steps)
         callbacks = [AwaitReplacement(range(20, steps), pace=0.1), Marks(tmp_path), Finds(tmp_path)]
-        run = exact_fit(
-            Regression().double(), 2, 1, data=data, max_steps=steps, strategy={"max_restarts": 10}, callbacks=callbacks
-        )
+        strategy = {"max_restarts": 10}
+        run = exact_fit(Regression().double(), 2, 1, data=data, max_steps=steps, strategy=strategy, callbacks=callbacks)
     assert rejoined(run) == [(1, 0)]
     assert {path.name: path.read_text() for path in tmp_path.glob("found-*")} == dict.fromkeys(
         ("found-0-0", "found-1-0", "found-1-1"), "start"

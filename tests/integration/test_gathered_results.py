@@ -100,9 +100,8 @@ def test_weights_that_stay_are_in_the_checkpoints_and_nothing_else_is_taken_for_
     checkpoints = ModelCheckpoint(dirpath=tmp_path, save_last=True, every_n_train_steps=1)
     faults = [Fault("kill", 1, 0, step=2)]
     strategy = {"gather_result": False, "save_distributed_checkpoint": True}
-    run = fit(
-        model, 2, 2, faults, max_steps=STEPS, strategy=strategy, callbacks=[checkpoints], enable_checkpointing=True
-    )
+    callbacks = [checkpoints]
+    run = fit(model, 2, 2, faults, max_steps=STEPS, strategy=strategy, callbacks=callbacks, enable_checkpointing=True)
     assert difference(model.state_dict(), before) == 0
     assert "not the trained one" in caplog.text
     assert "stay in the workers" in run.strategy.missing_weights

@@ -121,9 +121,8 @@ def test_with_accumulation_the_run_ends_when_the_optimizer_has_stepped(tmp_path)
 def test_the_last_step_is_logged(tmp_path):
     path = tmp_path / "preempted.ckpt"
     logger = CSVLogger(tmp_path, version="run")
-    interrupt(
-        tmp_path, send(signal.SIGTERM), 143, logger=logger, log_every_n_steps=1, strategy={"save_on_signal": path}
-    )
+    strategy = {"save_on_signal": path}
+    interrupt(tmp_path, send(signal.SIGTERM), 143, logger=logger, log_every_n_steps=1, strategy=strategy)
     with open(Path(logger.log_dir) / "metrics.csv", newline="") as file:
         logged = [int(row["step"]) for row in csv.DictReader(file) if row["train_loss"]]
     assert logged == list(range(int(torch.load(path, weights_only=True)["global_step"])))

@@ -57,9 +57,8 @@ def test_weights_whose_copies_meet_and_part():
     model = Siamese().double()
     data = dataset()
     samples = torch.utils.data.TensorDataset(data.tensors[0][:, :6], data.tensors[0][:, 2:])
-    run = exact_fit(
-        model, 2, 3, data=samples, callbacks=[Move({1: (1, 1, 4), 3: (3, 2, 1), 6: (4, 1, 1), 8: (2, 2, 2)})]
-    )
+    callbacks = [Move({1: (1, 1, 4), 3: (3, 2, 1), 6: (4, 1, 1), 8: (2, 2, 2)})]
+    run = exact_fit(model, 2, 3, data=samples, callbacks=callbacks)
     assert len(moves(run)) == 4
 
 

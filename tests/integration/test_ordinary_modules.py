@@ -142,9 +142,8 @@ def test_all_that_a_user_sees_is_that_of_one_device(alone, microbatches, faults)
 
 
 def test_a_replacement_joins(alone):
-    run = on_grid(
-        2, [Fault("kill", 1, 0, step=3)], {"max_restarts": 10, "num_microbatches": 3}, callbacks=[AwaitReplacement([6])]
-    )
+    faults = [Fault("kill", 1, 0, step=3)]
+    run = on_grid(2, faults, {"max_restarts": 10, "num_microbatches": 3}, callbacks=[AwaitReplacement([6])])
     model = Classifier().double()
     run.fit(model, DataLoader(data(), BATCH // 2, drop_last=True), DataLoader(data(), BATCH // 2))
     assert rejoined(run) == [(1, 0)]
@@ -163,9 +162,8 @@ def test_dropout_is_the_same_whoever_computes():
 @pytest.mark.parametrize("sharded", sampled([False, True], 1, rest=pytest.mark.long))
 def test_a_checkpoint_resumes_on_another_grid_and_on_one_device(alone, sharded, tmp_path):
     saves = ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=4, filename="{step}")
-    run = on_grid(
-        3, strategy={"save_distributed_checkpoint": sharded}, enable_checkpointing=True, callbacks=[saves], max_epochs=1
-    )
+    strategy = {"save_distributed_checkpoint": sharded}
+    run = on_grid(3, strategy=strategy, enable_checkpointing=True, callbacks=[saves], max_epochs=1)
     run.fit(Classifier().double(), DataLoader(data(), BATCH // 3, drop_last=True), DataLoader(data(), BATCH // 3))
     path = tmp_path / "step=4.ckpt"
     resumed = Classifier().double()

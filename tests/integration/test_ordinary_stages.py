@@ -196,9 +196,8 @@ def test_noise_and_dropout_are_the_same_on_all_grids():
 
 def test_a_replacement_joins():
     model = Gpt().double()
-    run = on_grid(
-        2, 2, [Fault("kill", 0, 1, step=2)], {"max_restarts": 10}, callbacks=[AwaitReplacement([5, 8])], max_epochs=2
-    )
+    faults = [Fault("kill", 0, 1, step=2)]
+    run = on_grid(2, 2, faults, {"max_restarts": 10}, callbacks=[AwaitReplacement([5, 8])], max_epochs=2)
     train(run, model, text(), BATCH // 2)
     assert rejoined(run) == [(0, 1)]
     assert difference(model.state_dict(), gpt_alone(epochs=2)) < 1e-10
@@ -209,9 +208,8 @@ def test_a_checkpoint_is_that_of_one_device_and_resumes_on_another_grid(sharded,
     def saves(folder: str) -> ModelCheckpoint:
         return ModelCheckpoint(tmp_path / folder, save_top_k=-1, every_n_train_steps=4, filename="{step}")
 
-    run = on_grid(
-        1, 3, strategy={"save_distributed_checkpoint": sharded}, enable_checkpointing=True, callbacks=[saves("")]
-    )
+    strategy = {"save_distributed_checkpoint": sharded}
+    run = on_grid(1, 3, strategy=strategy, enable_checkpointing=True, callbacks=[saves("")])
     train(run, Gpt().double(), text(), BATCH)
     path = tmp_path / "step=4.ckpt"
     resumed = Gpt().double()
@@ -245,9 +243,8 @@ def test_parameters_are_thawed_later_and_averaged():
     averaged = {"decay": 0.8}
     alone = on_one_device(max_epochs=2, callbacks=[Thaws(), EMAWeightAveraging(**averaged)])
     train(alone, theirs, text(), BATCH)
-    run = on_grid(
-        2, 2, [Fault("kill", 1, 1, step=8)], callbacks=[Thaws(), EMAWeightAveraging(**averaged)], max_epochs=2
-    )
+    faults = [Fault("kill", 1, 1, step=8)]
+    run = on_grid(2, 2, faults, callbacks=[Thaws(), EMAWeightAveraging(**averaged)], max_epochs=2)
     train(run, ours, text(), BATCH // 2)
     assert failures(run) == [(1, 1)]
     assert difference(ours.state_dict(), theirs.state_dict()) < 1e-10

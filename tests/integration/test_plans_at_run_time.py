@@ -158,9 +158,8 @@ def test_after_a_failure_a_users_planner_improves_the_plan_that_was_made_in_need
     gate = tmp_path / "gate"
     data = dataset(GLOBAL_BATCH * 12)
     strategy = {"planner": Patient(gate, os.getpid()), "profile": offline["profile"], "split_backward": True}
-    run = exact_fit(
-        Regression().double(), 2, 2, [fault], data, max_steps=12, callbacks=[AwaitBetter(gate)], strategy=strategy
-    )
+    callbacks = [AwaitBetter(gate)]
+    run = exact_fit(Regression().double(), 2, 2, [fault], data, max_steps=12, callbacks=callbacks, strategy=strategy)
     assert committed_steps(run) == list(range(12))
     (change,) = [event for event in run.strategy.history if event.kind == "replanned"]
     assert change.details["found_by"] == "Patient"

@@ -114,6 +114,5 @@ def test_two_kills(grid, victims, losses):
 )
 def test_members_are_replaced_after_it(victims, losses, grid):
     checks = {"validates": True, "val_check_interval": 2, "max_epochs": 9, "max_steps": 16}
-    sh.exact_fit(
-        sh.Ordinary(), grid, *victims, sh.Waits(4, of=6), losses=losses, strategy={"max_restarts": 8}, **checks
-    )
+    strategy = {"max_restarts": 8}
+    sh.exact_fit(sh.Ordinary(), grid, *victims, sh.Waits(4, of=6), losses=losses, strategy=strategy, **checks)

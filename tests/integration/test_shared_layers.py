@@ -45,9 +45,8 @@ from lightning_recycle.runtime.gradients import BucketedReduction
     ids=str,
 )
 def test_a_worker_dies_while_stages_share_layers(fault, staggered):
-    run = exact_fit(
-        Scheduled().double(), 2, 3, [fault], callbacks=[Move(SHARED)], strategy={**STAY, "staggered": staggered}
-    )
+    callbacks = [Move(SHARED)]
+    run = exact_fit(Scheduled().double(), 2, 3, [fault], callbacks=callbacks, strategy={**STAY, "staggered": staggered})
     assert failures(run) == [(fault.pipeline, fault.stage)]
     assert len(moves(run)) == 1
 

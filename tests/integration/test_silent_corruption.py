@@ -92,9 +92,8 @@ def test_a_wrong_result_is_not_committed_and_its_worker_is_evicted(fault, kind):
 
 @pytest.mark.parametrize("every", sampled([2, 3, 5, 7], 1, rest=pytest.mark.long))
 def test_a_device_that_errs_elsewhere_each_time_is_not_taken_for_layers_that_do(every):
-    run = fit(
-        Regression().double(), 3, 1, [Fault("bitflip", 1, 0, step=0, target="matmul", every=every)], strategy=VERIFY
-    )
+    faults = [Fault("bitflip", 1, 0, step=0, target="matmul", every=every)]
+    run = fit(Regression().double(), 3, 1, faults, strategy=VERIFY)
     assert [(event.worker, event.details["proof"]) for event in corruptions(run)] == [((1, 0), "computation")]
     assert evicted(run) == [(1, 0)]
     assert not happened(run, "incomparable")

@@ -147,9 +147,8 @@ def test_weights_are_the_same_after_a_kill_around_a_wrong_speculation(waiting, w
 def test_checkpoints_and_replacements_hold_no_speculative_step(waiting, tmp_path):
     model = Surprised()
     saving = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
-    run = train(
-        model, (2, 2), [Fault("kill", 1, 1, step=1)], strategy={"max_restarts": 10}, callbacks=[AwaitReplacement([4])]
-    )
+    faults = [Fault("kill", 1, 1, step=1)]
+    run = train(model, (2, 2), faults, strategy={"max_restarts": 10}, callbacks=[AwaitReplacement([4])])
     assert rejoined(run) == [(1, 1)]
     assert difference(model.state_dict(), waiting[2, 2].state_dict()) < 1e-10
     saved = Surprised()

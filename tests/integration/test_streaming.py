@@ -120,9 +120,8 @@ def test_a_stream_without_state_trains_the_weights_of_one_device_whoever_dies_jo
     )
     assert [(event.worker, event.step) for event in happened(run, "rejoined")] == [((1, 0), enters_at)]
     assert difference(weights, expected) < TOLERANCE
-    resumed, run = train(
-        SaysNothing(SAMPLES), grid=(1, 2), num_workers=num_workers, ckpt_path=tmp_path / f"step={saved}.ckpt"
-    )
+    ckpt_path = tmp_path / f"step={saved}.ckpt"
+    resumed, run = train(SaysNothing(SAMPLES), grid=(1, 2), num_workers=num_workers, ckpt_path=ckpt_path)
     assert run.global_step == 2 * epoch
     assert difference(resumed, expected) < TOLERANCE
 
@@ -209,9 +208,8 @@ def test_a_checkpoint_from_the_end_of_an_epoch_goes_on_in_the_next(ends, tmp_pat
         return Stream(GLOBAL_BATCH * 3 + 5, endless=True)
 
     options: dict[str, Any] = {"limit_train_batches": EPOCH, **ends}
-    train(
-        stream(), callbacks=[ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)], enable_checkpointing=True, **options
-    )
+    callbacks = [ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)]
+    train(stream(), callbacks=callbacks, enable_checkpointing=True, **options)
     weights, run = train(stream(), ckpt_path=tmp_path / "epoch=0.ckpt", **options)
     assert run.global_step == 2 * EPOCH
     assert difference(weights, going_on()) < TOLERANCE

@@ -102,9 +102,8 @@ def test_peers_on_devices_hold_and_compute_the_same_bits():
 def test_a_survivor_takes_no_more_than_its_plan_says(tmp_path):
     limit = 64 * MEGABYTE
     model = Heavy().double()
-    run = train(
-        model, "cuda", [Fault("kill", pipeline=1, stage=0, step=5)], {"memory": limit}, callbacks=[Taken(tmp_path)]
-    )
+    faults = [Fault("kill", pipeline=1, stage=0, step=5)]
+    run = train(model, "cuda", faults, {"memory": limit}, callbacks=[Taken(tmp_path)])
     assert failures(run) == [(1, 0)]
     print("before:", Taken.read(tmp_path, 4), "after:", Taken.read(tmp_path, 3), "limit:", limit)
     assert max(Taken.read(tmp_path, 3)) <= limit

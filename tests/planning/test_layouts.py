@@ -220,9 +220,8 @@ def test_the_rate_of_failures_begins_with_llama_3_and_is_soon_the_runs_own():
 
 def test_costs_by_stage_are_those_of_their_layers():
     costs = p.Costs((1.0, 2.0), (1.0, 4.0), (2.0, 2.0), (0.2, 0.4), (0.1, 0.1), 0.5)
-    layers = layer_cuts.LayerCosts.from_stages(
-        costs, (0, 1, 4), weights=(1.0, 1.0, 2.0, 1.0), parameter_bytes=(1.0,) * 4
-    )
+    weights = (1.0, 1.0, 2.0, 1.0)
+    layers = layer_cuts.LayerCosts.from_stages(costs, (0, 1, 4), weights=weights, parameter_bytes=(1.0,) * 4)
     assert layers.forward == (1.0, 0.5, 1.0, 0.5)
     assert layers.costs((0, 1, 4)) == costs
     fused = replace(layers, backward=(2.0, 1.0, 2.0, 1.0)).costs((0, 1, 4), split_backward=False)
