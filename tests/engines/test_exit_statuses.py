@@ -111,6 +111,13 @@ class Run:
     def workers(self, stages: int, steps: int, seconds: float, *words: str) -> list[Process]:
         return [self.worker(stages, steps, seconds, *words) for _ in range(2)]
 
+    def begun(self, stages: int, steps: int, seconds: float, word: str) -> tuple[Process, list[Process]]:
+        """A coordinator and two workers, the first of which has said ``word``."""
+        coordinator = self.listening()
+        workers = self.workers(stages, steps, seconds)
+        workers[0].until(word)
+        return coordinator, workers
+
     def launcher(self, stages: int, steps: int, seconds: float, *words: str, **environment: str) -> Process:
         """A launching process; the workers are its own."""
         script = ["ending_script.py", str(stages), str(steps), str(seconds), *words]
@@ -162,9 +169,7 @@ def finished(run: Run) -> Statuses:
 
 
 def a_worker_was_lost(run: Run) -> Statuses:
-    coordinator = run.listening()
-    workers = run.workers(1, 12, 0.3)
-    workers[0].until("step 3")
+    coordinator, workers = run.begun(1, 12, 0.3, "step 3")
     workers[0].popen.kill()
     return {
         "worker": workers[1].status(),
@@ -216,9 +221,7 @@ def another_run(run: Run) -> Statuses:
 
 
 def stage_lost(run: Run) -> Statuses:
-    coordinator = run.listening()
-    workers = run.workers(2, 50, 0.2)
-    workers[0].until("step 2")
+    coordinator, workers = run.begun(2, 50, 0.2, "step 2")
     workers[0].popen.kill()
     launcher = run.launcher(2, 50, 0.2)
     os.kill(int(launcher.until("step 2 rank 1").split()[-1]), signal.SIGKILL)
@@ -247,9 +250,7 @@ def killed(run: Run) -> Statuses:
 
 
 def evicted(run: Run) -> Statuses:
-    coordinator = run.listening()
-    workers = run.workers(1, 20, 0.2)
-    workers[0].until("step 2")
+    coordinator, workers = run.begun(1, 20, 0.2, "step 2")
     workers[0].popen.send_signal(signal.SIGSTOP)
     assert workers[1].status() == 0
     status = coordinator.status()
@@ -262,9 +263,7 @@ def evicted(run: Run) -> Statuses:
 
 
 def coordinator_lost(run: Run) -> Statuses:
-    coordinator = run.listening()
-    workers = run.workers(1, 50, 0.2)
-    workers[0].until("step 1")
+    coordinator, workers = run.begun(1, 50, 0.2, "step 1")
     coordinator.popen.kill()
     first, second = (worker.status() for worker in workers)
     assert first == second
@@ -273,9 +272,7 @@ def coordinator_lost(run: Run) -> Statuses:
 
 def told_to_end(number: int) -> Callable[[Run], Statuses]:
     def end(run: Run) -> Statuses:
-        coordinator = run.listening()
-        workers = run.workers(1, 30, 0.2)
-        workers[0].until("step 2")
+        coordinator, workers = run.begun(1, 30, 0.2, "step 2")
         workers[0].popen.send_signal(number)
         status = workers[0].status()
         if number == signal.SIGTERM:

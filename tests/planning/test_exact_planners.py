@@ -358,22 +358,14 @@ def test_a_solver_does_not_outlive_the_process_that_asked(fake, tmp_path):
     assert wait_for(lambda: not is_alive(int(pid.read_text())))
 
 
-def test_a_plan_that_is_too_large_for_a_solver_is_kept_with_the_reason():
-    start = one_at_a_time(example(SPLIT, 1))
-    for backend in BACKENDS:
-        result = p.ExactPlanner(backend, max_operations=20).improve(start)
-        assert result.schedule is start
-        assert (result.found_by, result.solver.calls, result.warning) == ("given", 0, None)
-        assert "more than max_operations=20" in result.solver.reason
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_model_that_is_too_large_is_not_built(backend):
+@pytest.mark.parametrize("limit", ["more than max_operations", "larger than max_variables"])
+def test_a_plan_that_is_too_large_for_a_solver_is_kept_with_the_reason(backend, limit):
     start = one_at_a_time(example(SPLIT, 1))
-    result = p.ExactPlanner(backend, max_variables=20).improve(start)
+    result = p.ExactPlanner(backend, **{limit.split()[-1]: 20}).improve(start)
     assert result.schedule is start
     assert (result.found_by, result.solver.calls, result.warning) == ("given", 0, None)
-    assert "larger than max_variables=20" in result.solver.reason
+    assert f"{limit}=20" in result.solver.reason
 
 
 def test_a_plan_close_to_the_bound_is_kept_with_the_reason():

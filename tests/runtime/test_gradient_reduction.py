@@ -73,6 +73,10 @@ class Bench:
         self.stage: Any = types.SimpleNamespace(waiting_parameters=lambda _: waits, differentiates_itself=True)
         self.reduction = BucketedReduction(self.line, self.gradients, self.stage, lambda: self.is_confirmed)
 
+    def reduce(self, step: int = 0, sums: Mapping[tuple[int, ...], int] = {}) -> None:
+        self.reduction.begin(step, [], sums)
+        self.reduction.finish()
+
     def backward(self, *uses: int, last: bool = True) -> list[list[int]]:
         """A BW of a step of its own; returns what had begun after each of the passes over the parameters ``uses``."""
         self.line.begun.clear()
@@ -165,8 +169,7 @@ def test_nothing_is_watched_where_the_users_code_runs_the_backward_or_one_bucket
 
 def test_what_several_stages_hold_is_summed_over_them_after_the_rest():
     bench = Bench(tied={2: (0, 1), 0: (1, 2)})
-    bench.reduction.begin(0, [])
-    bench.reduction.finish()
+    bench.reduce()
     assert bench.line.groups == [((), None), ((0, 1), None), ((1, 2), None)]
     assert bench.line.begun == bench.line.ended == [32, 48, 16]
 
@@ -174,30 +177,26 @@ def test_what_several_stages_hold_is_summed_over_them_after_the_rest():
 def test_without_peers_only_what_other_stages_hold_is_summed():
     bench = Bench(tied={1: (0, 1)})
     bench.line.has_peers = False
-    bench.reduction.begin(0, [])
-    bench.reduction.finish()
+    bench.reduce()
     assert bench.line.groups == [((0, 1), None)]
 
 
 def test_a_stage_all_of_whose_weights_others_hold_awaits_its_peers_all_the_same():
     bench = Bench(tied=dict.fromkeys(range(3), (0, 1)))
-    bench.reduction.begin(0, [], {(0, 1): 5})
-    bench.reduction.finish()
+    bench.reduce(sums={(0, 1): 5})
     assert [bench.line.begun[number] for number, group in enumerate(bench.line.groups) if group == ((), None)] == [1]
 
 
 def test_a_sum_that_a_stage_has_is_given_and_not_made_again():
     bench = Bench(tied={2: (0, 1), 0: (1, 2)})
-    bench.reduction.begin(0, [], {(1, 2): 7})
-    bench.reduction.finish()
+    bench.reduce(sums={(1, 2): 7})
     assert bench.line.groups == [((), None), ((0, 1), None), ((1, 2), 7)]
     assert bench.line.begun == bench.line.ended == [32, 48, 16]
 
 
 def test_a_stage_that_is_done_gives_what_others_lack_from_the_buffers_of_that_step():
     bench = Bench(tied={2: (0, 1), 0: (1, 2)})
-    bench.reduction.begin(4, [])
-    bench.reduction.finish()
+    bench.reduce(step=4)
     sums = [bucket.buffer.data_ptr() for bucket in bench.gradients.buckets(4)]
     bench.reduction.begin(5, [], {(1, 2): 7})
     bench.reduction.send_sums(4)
