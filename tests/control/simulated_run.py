@@ -210,7 +210,6 @@ class Run:
         self.facts: dict[Fact, Any] = {}
         self.outcome: Any = None
         self._kills = random.Random(f"kills {seed}")
-        self._with_kills = kills
         self._kills_left = self._kills.choice((1, 1, 1, 2, 3)) if kills else 0
         self._planning = random.Random(f"planning {seed}") if plans_late else None
         self._coordinator_fuse = 0  # actions until it is killed, 0 for never
