@@ -16,14 +16,13 @@ from pathlib import Path
 
 import pytest
 from support.sampling import sampled
-from support.scripts import COORDINATOR
+from support.scripts import COORDINATOR, RECYCLE_RUN
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "operations.md"
 KEY = "a secret of 16 bytes or more"
 COLUMNS = ("worker", "coordinator", "launcher", "run")
 PATIENCE = 300.0  # seconds; many starts of Python on a busy machine
-AGENT = [sys.executable, "-m", "lightning_recycle.engines.recycle_run"]
 WAITING = ["sh", "-c", "echo ready; exec sleep 100"]
 Statuses = dict[str, int]
 
@@ -125,14 +124,14 @@ class Run:
 
     def agent(self, *words: str) -> Process:
         """A recycle-run, once its worker says that it is ready."""
-        process = self.start(*AGENT, *words, RECYCLE_COORDINATOR="127.0.0.1:9", RECYCLE_KEY=KEY)
+        process = self.start(*RECYCLE_RUN, *words, RECYCLE_COORDINATOR="127.0.0.1:9", RECYCLE_KEY=KEY)
         process.until("ready")
         return process
 
     def of_workers(self, *ends: str, options: tuple[str, ...] = ()) -> int:
         """How recycle-run ends whose workers end like that: commands of a shell."""
         choice = "; ".join(f'[ "$LOCAL_RANK" = {n} ] && {end}' for n, end in enumerate(ends))
-        command = [*AGENT, *options, "--nproc-per-node", str(len(ends)), "--", "sh", "-c", f"{choice}; true"]
+        command = [*RECYCLE_RUN, *options, "--nproc-per-node", str(len(ends)), "--", "sh", "-c", f"{choice}; true"]
         return self.start(*command, RECYCLE_COORDINATOR="127.0.0.1:9", RECYCLE_KEY=KEY).status()
 
     def end(self) -> None:
@@ -306,7 +305,7 @@ def port_in_use(run: Run) -> Statuses:
         return {
             "coordinator": run.coordinator(listen=at).status(),
             "launcher": run.launcher(1, 3, 0.0, RECYCLE_LISTEN=at, RECYCLE_KEY=KEY).status(),
-            "run": run.start(*AGENT, "--coordinator", at, "--", *WAITING).status(),
+            "run": run.start(*RECYCLE_RUN, "--coordinator", at, "--", *WAITING).status(),
         }
 
 

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import psutil
@@ -15,6 +15,7 @@ import torch
 from engine_script import Paced
 from support.models import GLOBAL_BATCH, dataset
 from support.process_tree import is_alive
+from support.scripts import RECYCLE_RUN, started
 from support.training import TOLERANCE, difference, plain_loop
 from support.waiting import PATIENCE, line_with, next_line, wait_for
 
@@ -23,22 +24,12 @@ from lightning_recycle.engines import recycle_run
 pytestmark = pytest.mark.long
 
 HERE = Path(__file__).parent
-PROGRAM = [sys.executable, "-m", "lightning_recycle.engines.recycle_run"]
 ELSEWHERE = {"RECYCLE_COORDINATOR": "127.0.0.1:9", "RECYCLE_KEY": "a secret of 16 bytes or more"}
 """With these it hosts no coordinator, which tests of other things need not wait for."""
 
 
-@contextlib.contextmanager
-def running(*arguments: str, env: dict[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
-    process = subprocess.Popen(
-        [*PROGRAM, *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
+def running(*arguments: str, env: dict[str, str] | None = None) -> AbstractContextManager[subprocess.Popen[str]]:
+    return started([*RECYCLE_RUN, *arguments], env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})})
 
 
 def run(*arguments: str, env: dict[str, str] | None = None) -> tuple[int, str, str]:
@@ -110,7 +101,7 @@ def test_after_an_exception_of_one_worker_the_others_are_ended():
     (["--coordinator", "0.0.0.0:1", "true"], "need a single address"),
 ])  # fmt: skip
 def test_bad_options_are_refused_in_one_line(arguments, words):
-    done = subprocess.run([*PROGRAM, *arguments], capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run([*RECYCLE_RUN, *arguments], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 2
     assert done.stderr.startswith("recycle-run: ")
     assert words in done.stderr
@@ -120,15 +111,15 @@ def test_bad_options_are_refused_in_one_line(arguments, words):
 @pytest.mark.parametrize("variable", ["PORTS=30000", "CONNECT_SECONDS=x", "LOG=jsno", "HTTP=x", "KEY=short"])
 def test_what_workers_would_refuse_is_refused_before_they_are_started(variable):
     name, value = variable.split("=")
-    environ = {**os.environ, f"RECYCLE_{name}": value}
-    done = subprocess.run([*PROGRAM, *shell("exit 3")], env=environ, capture_output=True, text=True, timeout=PATIENCE)
+    env = {**os.environ, f"RECYCLE_{name}": value}
+    done = subprocess.run([*RECYCLE_RUN, *shell("exit 3")], env=env, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 2
     assert done.stderr.startswith(f"recycle-run: RECYCLE_{name}")
 
 
 def test_a_misspelt_variable_is_named_once():
-    environ = {**os.environ, "RECYCLE_CONECT_SECONDS": "1"}
-    done = subprocess.run([*PROGRAM, *shell("exit 0")], env=environ, capture_output=True, text=True, timeout=PATIENCE)
+    env = {**os.environ, "RECYCLE_CONECT_SECONDS": "1"}
+    done = subprocess.run([*RECYCLE_RUN, *shell("exit 0")], env=env, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0
     assert done.stderr.count("RECYCLE_CONECT_SECONDS") == 1
     assert "has no meaning here. Did you mean 'RECYCLE_CONNECT_SECONDS'?" in done.stderr
@@ -136,7 +127,7 @@ def test_a_misspelt_variable_is_named_once():
 
 def test_nothing_is_left_of_a_coordinator_whose_run_is_over(tmp_path):
     environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path)}
-    done = subprocess.run([*PROGRAM, "true"], env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run([*RECYCLE_RUN, "true"], env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0
     assert "Its state is in" in done.stderr
     assert list((tmp_path / "lightning_recycle").iterdir()) == []
@@ -207,7 +198,7 @@ def test_a_coordinator_that_dies_is_started_again_at_the_same_address():
 
 def test_the_coordinator_learns_that_its_log_is_shown_in_a_terminal():
     terminal, end = os.openpty()
-    command = [*PROGRAM, *shell("exec sleep 100")]
+    command = [*RECYCLE_RUN, *shell("exec sleep 100")]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=end) as process:
         try:
             assert "--terminal" in wait_for(lambda: coordinator_of(process), PATIENCE).cmdline()

@@ -38,9 +38,7 @@ def answers(folder: Path) -> dict[int, dict[str, Tensor]]:
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], hooks: Collection[str] = ()) -> None:
     """Of ``hooks``, or of all, ``found`` has all answers of ``expected`` and no others."""
     wanted = {name: answer for name, answer in expected.items() if not hooks or name.split("-")[0] in hooks}
-    assert found.keys() == wanted.keys()
-    for name, answer in wanted.items():
-        assert torch.allclose(found[name], answer, rtol=0, atol=TOLERANCE), name
+    torch.testing.assert_close(found, wanted, rtol=0, atol=TOLERANCE)
 
 
 class Asks(Callback):

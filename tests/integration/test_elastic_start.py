@@ -3,8 +3,7 @@
 import contextlib
 import os
 import subprocess
-import sys
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from support.growth import AwaitReplacement, happened, rejoined
 from support.models import GLOBAL_BATCH, GLOBAL_MICROBATCHES, Regression, Scheduled, dataset
 from support.options import recycle_strategy
 from support.sampling import sampled
+from support.scripts import RECYCLE_RUN, started
 from support.training import QUIET, TOLERANCE, committed_steps, difference, failures, on_one_device, plain_loop
 from support.waiting import PATIENCE, line_with
 from test_workers_from_outside import spare
@@ -171,16 +171,8 @@ def test_workers_that_come_later_join_where_most_are_missing_and_nothing_is_redo
 # ---------------------------------------------------------------------- workers that a cluster manager starts
 
 
-@contextlib.contextmanager
-def recycle_run(*arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "lightning_recycle.engines.recycle_run", *arguments]
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, **pipes)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
+def recycle_run(*arguments: str, **environment: str) -> AbstractContextManager[subprocess.Popen[str]]:
+    return started([*RECYCLE_RUN, *arguments], env={**os.environ, "OMP_NUM_THREADS": "1", **environment})
 
 
 def kinds(errors: str) -> list[str]:

@@ -135,10 +135,8 @@ def test_all_that_a_user_sees_is_that_of_one_device(alone, microbatches, faults)
     found = everything(run, BATCH // 3)
     assert_equal(found, expected)
     assert found["lost"] == [(fault.pipeline, 0) for fault in faults]
-    for ours, theirs in zip(
-        [*returned.training, *returned.validation], [*seen.training, *seen.validation], strict=True
-    ):
-        assert torch.allclose(ours, theirs, rtol=0, atol=1e-10)
+    ours, theirs = ([*each.training, *each.validation] for each in (returned, seen))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
 
 
 def test_a_replacement_joins(alone):

@@ -20,6 +20,7 @@ from support.growth import Marks, Meanwhile, mark_of
 from support.models import GLOBAL_BATCH, Regression, dataset
 from support.process_tree import descendants, is_alive, worker_processes
 from support.sampling import sampled
+from support.scripts import started
 from support.training import exact_fit, trainer, undisturbed
 from support.waiting import PATIENCE, wait_for
 from torch.utils.data import DataLoader
@@ -39,20 +40,11 @@ class Slow(L.Callback):
 @contextlib.contextmanager
 def supervised(directory: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
     """The script of ``supervised``, once it has written a few checkpoints."""
-    process = subprocess.Popen(
-        [sys.executable, str(HERE / "supervised.py"), str(directory), *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "TMPDIR": str(directory.parent)},
-    )
-    try:
+    command = [sys.executable, str(HERE / "supervised.py"), str(directory), *options]
+    with started(command, env={**os.environ, "TMPDIR": str(directory.parent)}) as process:
         wait_for(lambda: process.poll() is not None or len(list(directory.glob("*.ckpt"))) >= 2, PATIENCE)
         assert process.poll() is None, process.communicate()[1]
         yield process
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def check_end(workers: list[int], directory: Path, seconds: float = 5.0) -> None:

@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hypothesis import Phase, given, settings
 from support.growth import AwaitReplacement, Marks, Meanwhile, happened, mark_of, rejoined
 from support.hostile import assault, hostile_inputs
 from support.models import GLOBAL_BATCH, Regression, dataset
+from support.scripts import started
 from support.training import committed_steps, difference, failures, fit, plain_loop, undisturbed
 from support.waiting import PATIENCE, wait_for
 
@@ -45,18 +47,13 @@ if __name__ == '__main__':
 """
 
 
-@contextlib.contextmanager
-def spare(port: int, key: str = "the key of this test", script: str = SCRIPT) -> Iterator[subprocess.Popen[str]]:
+def spare(
+    port: int, key: str = "the key of this test", script: str = SCRIPT
+) -> AbstractContextManager[subprocess.Popen[str]]:
     """A process that runs :func:`train` as a worker of the run at ``port``, for which it waits."""
     environment = {k: v for k, v in os.environ.items() if k != "RECYCLE_LISTEN"}
     environment |= {"RECYCLE_COORDINATOR": f"127.0.0.1:{port}", "RECYCLE_KEY": key}
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([sys.executable, "-c", script], cwd=HERE, env=environment, **pipes)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
+    return started([sys.executable, "-c", script], cwd=HERE, env=environment)
 
 
 @pytest.mark.long

@@ -286,8 +286,7 @@ def test_the_module_trains_on_one_device_as_plain_torch_does(kind):
         loss.backward()
         optimizer.step()
     assert trainer.global_step == 2
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(module.state_dict()[name], value)
+    torch.testing.assert_close(dict(module.state_dict()), dict(plain.state_dict()))
     assert trainer.callback_metrics["train_loss"].item() == pytest.approx(loss.item())
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.stages import assert_same_bits
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -219,16 +220,6 @@ def results(
     return {**found, **{name: p.grad for name, p in module.named_parameters()}}
 
 
-def assert_same_bits(actual: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> None:
-    assert actual.keys() == expected.keys()
-    for name, value in expected.items():
-        if value is None:
-            assert actual[name] is None, name
-        else:
-            assert actual[name] is not None, name
-            assert torch.equal(actual[name], value), name
-
-
 def assert_split_is_fused(name: str, dtype: torch.dtype, shapes: Sequence[tuple[int, ...]]) -> None:
     expected = results(MODULES[name], dtype, shapes, split_backward=False)
     assert_same_bits(results(MODULES[name], dtype, shapes, split_backward=True), expected)
@@ -255,8 +246,7 @@ def test_several_microbatches_add_up_to_the_bits_of_the_fused_backward(name):
     expected = results(MODULES[name], torch.float32, shapes, split_backward=False)
     actual = results(MODULES[name], torch.float32, shapes, split_backward=True)
     if name == "shared with an embedding":  # a part of its gradient comes in B, another in W: the order of sums changes
-        for key, value in expected.items():
-            torch.testing.assert_close(actual[key], value)
+        torch.testing.assert_close(actual, expected)
     else:
         assert_same_bits(actual, expected)
 
@@ -518,5 +508,4 @@ def test_a_layer_may_transform_its_function():
         loss.backward()
     assert len(queue) == 2, "the one outside of them waits"
     queue.flush()
-    for parameter, grad in zip(linear.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, grad)
+    torch.testing.assert_close([parameter.grad for parameter in linear.parameters()], list(expected))

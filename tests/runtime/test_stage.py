@@ -1,5 +1,6 @@
 """Stages cut from a model compute what the whole model computes."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -123,13 +124,7 @@ def whole_model(layers: list[nn.Module], batches: Batches = ()) -> tuple[list[fl
     return losses, gradients(layers)
 
 
-def assert_close(
-    actual: tuple[list[float], dict[str, Tensor]], expected: tuple[list[float], dict[str, Tensor]]
-) -> None:
-    assert actual[0] == pytest.approx(expected[0], rel=1e-12)
-    assert actual[1].keys() == expected[1].keys()
-    for name, grad in expected[1].items():
-        torch.testing.assert_close(actual[1][name], grad, rtol=1e-12, atol=1e-14, msg=lambda m, n=name: f"{n}: {m}")
+assert_close = functools.partial(torch.testing.assert_close, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("split_backward", [False, True], ids=["fused", "split"])
