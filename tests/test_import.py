@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.sampling import sampled
+from support.scripts import completed
 from support.waiting import next_line
 
 ROOT = Path(__file__).parents[1]
@@ -20,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 def run(code: str, *arguments: str) -> str:
     """Runs ``code`` in a new interpreter and returns what it prints."""
     command = [sys.executable, "-c", code, *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    result = completed(command, timeout=280)
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
 

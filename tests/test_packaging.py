@@ -2,7 +2,6 @@
 
 import importlib.resources
 import re
-import subprocess
 import sys
 import venv
 import zipfile
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
+from support.scripts import completed
 
 ROOT = Path(__file__).parents[1]
 
@@ -35,7 +35,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (source / path.name).symlink_to(path)
     target = tmp_path_factory.mktemp("wheel")
     arguments = ["wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(target), str(source)]
-    built = subprocess.run([sys.executable, "-m", "pip", *arguments], capture_output=True, text=True, check=False)
+    built = completed([sys.executable, "-m", "pip", *arguments])
     assert built.returncode == 0, built.stdout + built.stderr
     (file,) = target.glob("*.whl")
     return file
@@ -66,7 +66,7 @@ def test_wheel_holds_every_package_and_configuration_file(wheel):
 def test_configuration_is_importable_from_the_wheel(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path)
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import lightning_recycle.conf as c; print(c.__file__)"
-    imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    imported = completed([sys.executable, "-c", code], check=True, cwd=tmp_path)
     assert Path(imported.stdout.strip()) == tmp_path / "lightning_recycle" / "conf" / "__init__.py"
 
 
@@ -143,7 +143,7 @@ def test_mypy_reads_the_types_of_the_wheel_in_a_users_project(wheel, tmp_path):
     (project / "right.py").write_text(USER_SCRIPT)
     (project / "wrong.py").write_text("\n".join([*USER_SCRIPT.splitlines()[1:4], *USER_MISTAKES, ""]))
     command = [sys.executable, "-m", "mypy", "--python-executable", str(python), "right.py", "wrong.py"]
-    checked = subprocess.run(command, cwd=project, capture_output=True, text=True, check=False)
+    checked = completed(command, cwd=project)
     found = re.findall(r"^(\w+\.py):(\d+): error: .*\[([\w-]+)\]$", checked.stdout, re.M)
     expected = [("wrong.py", str(number), kind) for number, kind in enumerate(USER_MISTAKES.values(), start=4)]
     assert found == expected, checked.stdout + checked.stderr

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from support.scripts import completed
 from support.waiting import wait_for
 
 from lightning_recycle.processes import process_space, thread_states
@@ -38,5 +39,5 @@ def test_a_process_has_a_name():
         "name_process('recycle 1,0')\n"
         "print(open('/proc/self/comm').read())"
     )
-    named = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    named = completed([sys.executable, "-c", code], check=True)
     assert named.stdout.strip() == "recycle 1,0"

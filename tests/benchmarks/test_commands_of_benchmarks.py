@@ -1,18 +1,18 @@
 """Benchmarks that run as commands: of devices, tiny and on the processor, and of the control plane."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support.scripts import completed
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def run(name: str, *arguments: str) -> str:
     command = [sys.executable, str(BENCHMARKS / name), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    done = completed(command, timeout=280)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     return done.stdout

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.sampling import sampled
+from support.scripts import completed
 
 from chaos.__main__ import main
 from chaos.diary import Entry, audit
@@ -44,7 +44,7 @@ def test_a_random_scenario_ends_in_the_exact_state_and_leaves_nothing(seed, plac
 def test_scenarios_with_small_disks_end_so_too():
     """In a process of its own, which can have a mount namespace."""
     command = [sys.executable, "-m", "chaos", "--only", *map(str, SEEDS_WITH_SMALL_DISKS)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = completed(command)
     if "LEFT OUT" in done.stdout:
         pytest.skip("this system allows no mount namespace")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from command_driver import check_refused, run, run_all
 from hydra import compose, initialize_config_module
 from hydra.utils import instantiate
 from support.pipes import without_reader
+from support.scripts import completed
 
 from lightning_recycle import __version__
 from lightning_recycle import planning as p
@@ -29,9 +29,7 @@ def test_the_installed_script_plans_the_running_example(tmp_path):
     if not script.exists():
         pytest.skip("the package is not installed with its scripts")
     arguments = ["grid.pipelines=3", "grid.stages=4", "grid.microbatches=6", "failures=[[1,2]]", "planner=highs"]
-    done = subprocess.run(
-        [script, *arguments, "output=plan.json"], capture_output=True, text=True, cwd=tmp_path, check=False
-    )
+    done = completed([script, *arguments, "output=plan.json"], cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert "HYDRA" not in done.stdout, "the log of the planner is no output of the command"
     for number in ("period", "27", "29", "0% (optimal)", "peak memory, micro-batches", "3/3/6/1", "1.000", "0.778"):

@@ -1,7 +1,6 @@
 """``recycle-simulate`` as a user meets it: figures, files, sweeps, and one line for bad input."""
 
 import json
-import subprocess
 import sys
 from dataclasses import asdict, fields
 from itertools import pairwise
@@ -13,6 +12,7 @@ from command_driver import check_refused, run, run_all
 from hydra import compose, initialize_config_dir
 from hydra.utils import get_class, instantiate
 from omegaconf import OmegaConf
+from support.scripts import completed
 
 from lightning_recycle import __version__
 from lightning_recycle.commands.simulate import model_from
@@ -45,7 +45,7 @@ def test_the_installed_script_simulates(tmp_path):
     script = Path(sys.executable).with_name("recycle-simulate")
     if not script.exists():
         pytest.skip("the package is not installed with its scripts")
-    done = subprocess.run([script, *SMALL, "policy=restart"], capture_output=True, text=True, cwd=tmp_path, check=False)
+    done = completed([script, *SMALL, "policy=restart"], cwd=tmp_path)
     said = "simulating gpt3_medium, Restart (1F1B), failure every 2 h: 3 runs of 6 h\n"
     assert (done.returncode, done.stderr) == (0, said)
     assert "samples/s" in done.stdout
@@ -191,7 +191,7 @@ def test_jobs_return_a_number_that_a_sweeper_can_optimize(tmp_path):
         "sys.argv = ['x', 'output=here', *sys.argv[1:]]; s.main()"
     )
     command = [sys.executable, "-c", code, *SMALL, "policy=fault_free"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
+    done = completed(command, cwd=tmp_path, check=True)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("VALUE")]
     assert float(line.split()[1]) == pytest.approx(27.58)
 

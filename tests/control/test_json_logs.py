@@ -3,12 +3,10 @@
 import json
 import os
 import socket
-import subprocess
 import sys
 
 import pytest
-from support.scripts import COORDINATOR
-from support.waiting import PATIENCE
+from support.scripts import COORDINATOR, completed
 
 SCRIPT = """
 import logging, sys
@@ -32,7 +30,7 @@ warnings.warn("careful")
 def logged(before: str = "", **environment: str) -> list[str]:
     env = {**os.environ, "RECYCLE_NODE": "n17", **environment}
     command = [sys.executable, "-c", SCRIPT.format(before=before)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    done = completed(command, env=env, check=True)
     return (done.stdout + done.stderr).splitlines()
 
 
@@ -63,7 +61,7 @@ def test_a_file_of_the_user_s_own_stays_as_it_is(tmp_path):
 def test_another_format_is_an_error_that_names_the_choices():
     environment = {**os.environ, "RECYCLE_LOG": "xml"}
     command = [*COORDINATOR, "--listen", "127.0.0.1:0"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    done = completed(command, env=environment)
     assert (done.returncode, done.stderr) == (
         2,
         "recycle-coordinator: RECYCLE_LOG='xml': use json for lines of JSON, or text, the default.\n",

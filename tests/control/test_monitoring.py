@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 from control_plane import ControlPlane, die, together
 from support.pipes import without_reader
-from support.scripts import COORDINATOR
+from support.scripts import COORDINATOR, completed
 from support.waiting import PATIENCE, next_line, wait_for
 
 from lightning_recycle.control.monitoring import monitor as monitor_module
@@ -432,7 +432,7 @@ def test_the_command_starts_quickly_and_without_torch():
         "import sys, lightning_recycle.control.monitoring.status_command, rich.live, rich.table\n"
         "print({m.split('.')[0] for m in sys.modules} & {'torch', 'lightning', 'numpy', 'msgspec', 'hydra'})"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = completed([sys.executable, "-c", code], check=True)
     assert done.stdout.strip() == "set()"
 
 

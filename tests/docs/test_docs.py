@@ -8,13 +8,13 @@ import inspect
 import math
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pages import DOCS, PAGES, RECORDS, ROOT, blocks, commands, names_in, table_under, text, without_blocks
+from support.scripts import completed
 
 import lightning_recycle
 from lightning_recycle import PipelineModule, callbacks
@@ -68,14 +68,8 @@ def test_complete_scripts_run(tmp_path):
         if block.title:
             (tmp_path / block.title).write_text(block.code)
     titles = [title for title, words in OUTPUTS.items() if words]
-    done = subprocess.run(
-        [sys.executable, "-c", ONE_AFTER_THE_OTHER, *titles],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
+    command = [sys.executable, "-c", ONE_AFTER_THE_OTHER, *titles]
+    done = completed(command, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=250)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}"
     printed = re.split(r"^===== \S+$", done.stdout, flags=re.M)[1:]
     for title, output in zip(titles, printed, strict=True):

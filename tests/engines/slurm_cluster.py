@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
+from support.scripts import completed
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "scancel", "sinfo")
 PACKAGES = "slurmctld slurmd slurm-client munge"
@@ -153,7 +154,7 @@ class Cluster:
     def call(self, *command: str, seconds: float = 60.0) -> str:
         """What a command of SLURM prints; it must succeed."""
         env = self.environment
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=seconds, check=False)
+        done = completed(command, env=env, timeout=seconds)
         assert done.returncode == 0, (command, done.stdout, done.stderr)
         return done.stdout
 
@@ -164,7 +165,7 @@ class Cluster:
         command = ["sbatch", "--parsable", *options, str(script), *arguments]
         env = {**self.environment, **(environment or {})}
         cwd = script.parent
-        done = subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
+        done = completed(command, env=env, cwd=cwd, timeout=60)
         assert done.returncode == 0, done.stderr
         return int(done.stdout)
 
@@ -206,13 +207,7 @@ class Cluster:
             )
 
     def _idle(self) -> int:
-        done = subprocess.run(
-            ["sinfo", "--noheader", "--Node", "--partition=work", "--states=idle"],
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = completed(["sinfo", "--noheader", "--Node", "--partition=work", "--states=idle"], env=self.environment)
         return len(done.stdout.splitlines())
 
     def _await(self, condition, what: str, seconds: float = 30.0, said=lambda: "") -> None:

@@ -15,7 +15,7 @@ import torch
 from engine_script import Paced
 from support.models import GLOBAL_BATCH, dataset
 from support.process_tree import is_alive
-from support.scripts import RECYCLE_RUN, started
+from support.scripts import RECYCLE_RUN, completed, started
 from support.training import TOLERANCE, difference, plain_loop
 from support.waiting import PATIENCE, line_with, next_line, wait_for
 
@@ -101,7 +101,7 @@ def test_after_an_exception_of_one_worker_the_others_are_ended():
     (["--coordinator", "0.0.0.0:1", "true"], "need a single address"),
 ])  # fmt: skip
 def test_bad_options_are_refused_in_one_line(arguments, words):
-    done = subprocess.run([*RECYCLE_RUN, *arguments], capture_output=True, text=True, timeout=PATIENCE)
+    done = completed([*RECYCLE_RUN, *arguments])
     assert done.returncode == 2
     assert done.stderr.startswith("recycle-run: ")
     assert words in done.stderr
@@ -112,14 +112,14 @@ def test_bad_options_are_refused_in_one_line(arguments, words):
 def test_what_workers_would_refuse_is_refused_before_they_are_started(variable):
     name, value = variable.split("=")
     env = {**os.environ, f"RECYCLE_{name}": value}
-    done = subprocess.run([*RECYCLE_RUN, *shell("exit 3")], env=env, capture_output=True, text=True, timeout=PATIENCE)
+    done = completed([*RECYCLE_RUN, *shell("exit 3")], env=env)
     assert done.returncode == 2
     assert done.stderr.startswith(f"recycle-run: RECYCLE_{name}")
 
 
 def test_a_misspelt_variable_is_named_once():
     env = {**os.environ, "RECYCLE_CONECT_SECONDS": "1"}
-    done = subprocess.run([*RECYCLE_RUN, *shell("exit 0")], env=env, capture_output=True, text=True, timeout=PATIENCE)
+    done = completed([*RECYCLE_RUN, *shell("exit 0")], env=env)
     assert done.returncode == 0
     assert done.stderr.count("RECYCLE_CONECT_SECONDS") == 1
     assert "has no meaning here. Did you mean 'RECYCLE_CONNECT_SECONDS'?" in done.stderr
@@ -127,7 +127,7 @@ def test_a_misspelt_variable_is_named_once():
 
 def test_nothing_is_left_of_a_coordinator_whose_run_is_over(tmp_path):
     environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path)}
-    done = subprocess.run([*RECYCLE_RUN, "true"], env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    done = completed([*RECYCLE_RUN, "true"], env=environment)
     assert done.returncode == 0
     assert "Its state is in" in done.stderr
     assert list((tmp_path / "lightning_recycle").iterdir()) == []

@@ -2,12 +2,11 @@
 
 import ast
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from support.waiting import PATIENCE
+from support.scripts import completed
 
 from lightning_recycle.control.network.addresses import machine_name
 from lightning_recycle.engines.worker_environment import check_copies, discover
@@ -72,13 +71,8 @@ def test_a_key_may_be_in_a_file_that_only_its_owner_reads(mode, content, words, 
 @pytest.mark.long
 def test_a_device_that_the_trainer_does_not_have_is_an_error_at_once(tmp_path):
     """It needs no coordinator: there is none at that address."""
-    done = subprocess.run(
-        [sys.executable, str(HERE / "engine_script.py"), str(tmp_path / "weights")],
-        env={**os.environ, **MINIMAL, "RECYCLE_COORDINATOR": "127.0.0.1:9", "LOCAL_RANK": "4"},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    environment = {**os.environ, **MINIMAL, "RECYCLE_COORDINATOR": "127.0.0.1:9", "LOCAL_RANK": "4"}
+    done = completed([sys.executable, str(HERE / "engine_script.py"), str(tmp_path / "weights")], env=environment)
     assert done.returncode == 1
     assert "LOCAL_RANK=4 does not fit Trainer(devices=4)" in done.stderr
 
@@ -143,14 +137,8 @@ def test_a_script_that_is_alone_is_left_alone(environ):
 def test_under_torchrun_nothing_is_trained_twice(tmp_path):
     """Each of its processes ends with the command to use, before it starts a worker or writes anything."""
     output = tmp_path / "weights"
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "engine_script.py", str(output)],
-        cwd=HERE,
-        env={**os.environ, "DEVICES": "2"},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "engine_script.py", str(output)]
+    done = completed(command, cwd=HERE, env={**os.environ, "DEVICES": "2"})
     assert done.returncode == 1
     assert f"recycle-run --nproc-per-node=2 engine_script.py {output}" in done.stderr
     assert "rank" not in done.stdout

@@ -5,14 +5,13 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
-from support.scripts import output_of
+from support.scripts import completed, output_of
 
 from resume_on_another_grid import TOLERANCE, Row, main
 
@@ -291,14 +290,8 @@ MISTAKES = [
 
 @pytest.mark.long
 def test_a_mistake_in_the_call_is_one_line_and_exit_code_2(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", DRIVER, str(ROOT / "examples")],
-        input=json.dumps([(script, arguments) for script, arguments, _ in MISTAKES]),
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        check=False,
-    )
+    wanted = json.dumps([(script, arguments) for script, arguments, _ in MISTAKES])
+    done = completed([sys.executable, "-c", DRIVER, str(ROOT / "examples")], input=wanted, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     answers = json.loads(done.stdout.partition("ANSWERS")[2])
     for (script, arguments, message), (code, lines) in zip(MISTAKES, answers, strict=True):

@@ -3,7 +3,6 @@
 The flags and callbacks of Lightning's that are refused are in tests/parity/test_parity_refused.py.
 """
 
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -15,8 +14,8 @@ import pytest
 import torch
 from support.models import Regression, dataset
 from support.options import recycle_strategy
+from support.scripts import completed
 from support.training import fit, trainer
-from support.waiting import PATIENCE
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -256,7 +255,7 @@ def test_a_script_that_trains_outside_of_its_main_guard_is_told_so_once(tmp_path
         "from support.models import Regression\nfrom support.training import fit\n"
         "fit(Regression().double(), 2, 2)\nif __name__ == '__main__':\n    print('done')\n"
     )
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=PATIENCE)
+    done = completed([sys.executable, script])
     assert done.returncode == 1
     assert "if __name__ == '__main__':" in done.stderr.splitlines()[-1]
     assert done.stderr.count("Traceback") == 1

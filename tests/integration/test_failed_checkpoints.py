@@ -4,7 +4,6 @@ import logging
 import os
 import resource
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,8 @@ from saving import CompleteOnly, checkpoints, saves, wait_until_written
 from support.growth import AwaitReplacement, happened
 from support.models import GLOBAL_BATCH, Regression, dataset
 from support.sampling import sampled
+from support.scripts import completed
 from support.training import difference, plain_loop, trainer
-from support.waiting import PATIENCE
 from torch.utils.data import DataLoader
 
 from lightning_recycle import CheckpointOptions, ReCycleStrategy
@@ -117,7 +116,7 @@ def test_a_disk_that_is_really_full_is_named_with_what_is_needed_and_what_is_fre
         pytest.skip("a small file system needs root and unshare")
     mount = 'mount -t tmpfs -o size=4m none "$0" && exec "$1" -c "$2" "$0"'
     command = ["unshare", "-m", "sh", "-c", mount, str(tmp_path), sys.executable, IN_SMALL_SPACE]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    done = completed(command)
     if "mount" in done.stderr or "unshare" in done.stderr:
         pytest.skip(f"no small file system here: {done.stderr}")
     assert done.returncode == 0, done.stderr

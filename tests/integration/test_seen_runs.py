@@ -19,6 +19,7 @@ from typing import Any
 import lightning as L
 import pytest
 from support.models import GLOBAL_BATCH, Regression, dataset
+from support.scripts import completed
 from support.training import difference, failures, fit, plain_loop
 from support.waiting import PATIENCE, wait_for
 
@@ -68,7 +69,7 @@ def trained_while(look: Callable[[], None], tmp_path: Path, **strategy: Any) -> 
 def status_of(*arguments: str) -> dict[str, Any]:
     """What ``recycle-status --json`` prints; nothing if there is no such run."""
     command = [sys.executable, "-m", "lightning_recycle.control.monitoring.status_command", "--json", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    done = completed(command)
     return dict(json.loads(done.stdout)) if done.returncode == 0 else {}
 
 
@@ -150,7 +151,7 @@ def test_the_page_shows_the_run_in_a_real_browser(tmp_path, port, monkeypatch):
         kill_from_outside(tmp_path)
         command = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
         command += ["--virtual-time-budget=8000", "--dump-dom", f"http://127.0.0.1:{port}/"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True)
+        done = completed(command, check=True)
         page.feed(done.stdout)
 
     monkeypatch.setenv("RECYCLE_HTTP", str(port))
@@ -207,7 +208,7 @@ def test_every_line_of_a_run_is_json_if_that_is_wanted(tmp_path):
     environment = {**os.environ, "RECYCLE_LOG": "json", "PYTHONPATH": os.pathsep.join(map(str, sys.path))}
     script = "if __name__ == '__main__':\n    from test_seen_runs import disturbed\n    disturbed()"
     command = [sys.executable, "-c", script]
-    done = subprocess.run(command, cwd=Path(__file__).parent, env=environment, capture_output=True, text=True)
+    done = completed(command, cwd=Path(__file__).parent, env=environment)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (done.stdout + done.stderr).splitlines()]
     (failure,) = [line["event"] for line in lines if line["message"] == "failure"]

@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -11,6 +10,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 from support.sampling import sampled
+from support.scripts import completed
 
 TESTS = Path(__file__).parents[1]
 
@@ -165,9 +165,7 @@ def test_workers_and_replacements_have_what_the_script_defines(start, tmp_path):
     paths = [str(TESTS), str(folder if start == "python -m" else tmp_path), os.environ.get("PYTHONPATH", "")]
     typed = STARTS[start] if start == "python - <" else None
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run(
-        [sys.executable, *arguments(start, folder)], input=typed, capture_output=True, text=True, cwd=tmp_path, env=env
-    )
+    done = completed([sys.executable, *arguments(start, folder)], input=typed, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
     check(done.stdout)
 

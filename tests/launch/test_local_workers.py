@@ -16,7 +16,8 @@ import psutil
 import pytest
 from support.process_tree import is_alive
 from support.sampling import sampled
-from support.waiting import PATIENCE, next_line, wait_for
+from support.scripts import completed
+from support.waiting import next_line, wait_for
 
 from lightning_recycle.launch.worker_group import LocalWorker, LocalWorkerGroup, _ensure_fork_server
 
@@ -126,9 +127,7 @@ if __name__ == "__main__":
 def test_a_stopped_fork_server_does_not_outlive_the_launching_process(when, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(STOPPED)
-    done = subprocess.run(
-        [sys.executable, str(script), when], capture_output=True, text=True, timeout=PATIENCE, check=True
-    )
+    done = completed([sys.executable, str(script), when], check=True)
     server = int(done.stdout)
     try:
         assert wait_for(lambda: not is_alive(server), 5.0)
@@ -171,7 +170,7 @@ def test_workers_that_are_lost_with_their_dataloader_processes_leave_no_folders(
     command = [sys.executable, str(script), str(tmp_path / "first"), str(tmp_path / "second")]
     with tempfile.TemporaryDirectory() as temporary:  # of a short name, for the paths of sockets
         environment = {**os.environ, "TMPDIR": temporary}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=True)
+        done = completed(command, env=environment, check=True)
         assert done.stdout == "it was killed by SIGKILL\n" * 2
         assert list(Path(temporary).glob("pymp-*")) == []
 
@@ -224,8 +223,6 @@ def test_a_folder_for_temporary_files_whose_path_is_too_long_is_named(tmp_path):
         "except WorkerStartError as error:\n    print(error)\n"
     )
     env = {**os.environ, "TMPDIR": str(folder)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=PATIENCE, check=True
-    )
+    done = completed([sys.executable, "-c", code], env=env, check=True)
     assert str(folder) in done.stdout
     assert "Set TMPDIR" in done.stdout

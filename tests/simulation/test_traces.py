@@ -1,11 +1,11 @@
 """The traces that ship with the package, and their loader."""
 
 import doctest
-import subprocess
 import sys
 from importlib import import_module, resources
 
 import pytest
+from support.scripts import completed
 
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.traces import NodeEvent, available_traces, load_trace
@@ -79,7 +79,7 @@ def test_licence_and_origin_ship_with_the_data():
 @pytest.mark.parametrize("package", ["lightning_recycle.traces", "lightning_recycle.simulation"])
 def test_importing_loads_neither_torch_nor_lightning_nor_solvers(package):
     code = f"import sys, {package}; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    loaded = completed([sys.executable, "-c", code], check=True).stdout.split()
     assert not {"torch", "lightning", "mip", "highspy", "ortools", "numpy"}.intersection(loaded)
     if package.endswith("traces"):
         assert not any(

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from support.waiting import PATIENCE
+
 COORDINATOR = [sys.executable, "-m", "lightning_recycle.control.coordinator.standalone"]
 """``recycle-coordinator``, wherever the package is installed."""
 RECYCLE_RUN = [sys.executable, "-m", "lightning_recycle.engines.recycle_run"]
@@ -24,6 +26,11 @@ def started(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen
     finally:
         process.kill()
         process.communicate()
+
+
+def completed(command: Sequence[str | Path], **options: Any) -> subprocess.CompletedProcess[str]:
+    """What ``command`` printed, and how it ended."""
+    return subprocess.run(command, capture_output=True, text=True, **{"timeout": PATIENCE, **options})
 
 
 def consolidated(folder: str | Path, file: Path) -> Path:
