@@ -55,8 +55,7 @@ class Ordinary(L.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
-        mesh: Any = self.device_mesh
-        if mesh is not None and mesh["tensor_parallel"].size() > 1:
+        if self.device_mesh is not None and self.device_mesh["tensor_parallel"].size() > 1:
             assert any(isinstance(p, DTensor) for p in self.parameters()), "the layers are sharded"
         loss = (self.model(x) - y).square().mean()
         self.log("train", loss, on_step=False, on_epoch=True)
@@ -223,8 +222,7 @@ class Victim(L.Callback):
         self.rank = rank
 
     def is_it(self, trainer: L.Trainer) -> bool:
-        strategy: Any = trainer.strategy
-        return bool(strategy.grid_rank == self.rank and strategy.incarnation == 0)
+        return bool(trainer.strategy.grid_rank == self.rank and trainer.strategy.incarnation == 0)
 
 
 def die() -> None:

@@ -239,8 +239,7 @@ class InDying(L.Callback):
         self.rank, self.seen = rank, 0
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        strategy: Any = trainer.strategy
-        if strategy.grid_rank == self.rank and strategy.incarnation == 0:
+        if trainer.strategy.grid_rank == self.rank and trainer.strategy.incarnation == 0:
             pl_module.model[-1].register_forward_hook(self.count)
 
     def count(self, *_: Any) -> None:

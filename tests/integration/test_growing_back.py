@@ -58,9 +58,8 @@ class SlowStart(L.Callback):
         self._steps, self._done = steps, done
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        strategy: Any = trainer.strategy
-        if strategy.incarnation == 1:
-            strategy.at_point.append(lambda point, _: point == "setup" and wait_for(self._done.exists))
+        if trainer.strategy.incarnation == 1:
+            trainer.strategy.at_point.append(lambda point, _: point == "setup" and wait_for(self._done.exists))
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step == self._steps:

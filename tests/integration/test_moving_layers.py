@@ -63,8 +63,7 @@ class KilledWhileLayersMove(Callback):
 
     @override
     def on_fit_start(self, trainer: L.Trainer, *_: Any) -> None:
-        strategy: Any = trainer.strategy
-        if strategy.executor is None or strategy.grid_rank != self.rank:
+        if trainer.strategy.executor is None or trainer.strategy.grid_rank != self.rank:
             return
         for owner, name in [
             (stage_bundle, "send_object"),

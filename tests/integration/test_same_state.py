@@ -225,9 +225,8 @@ class WrongReplacement(L.Callback):
         self._wrong = wrong
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        strategy: Any = trainer.strategy
-        if 0 < strategy.incarnation <= self._wrong:
-            strategy.optimizers[0].param_groups[0]["lr"] = 0.5
+        if 0 < trainer.strategy.incarnation <= self._wrong:
+            trainer.strategy.optimizers[0].param_groups[0]["lr"] = 0.5
 
 
 def grow(pipelines: int, stages: int, wrong: int) -> L.Trainer:

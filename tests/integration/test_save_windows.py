@@ -42,10 +42,9 @@ class Dies(L.Callback):
         self._point, self._left, self._then_leader = point, number, then_leader
 
     def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
-        strategy: Any = trainer.strategy
-        if strategy.incarnation:
+        if trainer.strategy.incarnation:
             return
-        client = strategy.session.client
+        client = trainer.strategy.session.client
         if trainer.is_global_zero and self._point in ("whole", "announced"):
             client.await_naming = self._around(client.await_naming, lambda *_: True)
         elif trainer.is_global_zero:

@@ -55,11 +55,10 @@ class Asks(Callback):
     """Asks for a layout that cannot be."""
 
     def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
-        strategy: Any = trainer.strategy
         with pytest.raises(ConfigurationError, match="a whole layer of its own"):
-            strategy.move_layers([1.5, 0.9, 3.6])
+            trainer.strategy.move_layers([1.5, 0.9, 3.6])
         with pytest.raises(ConfigurationError, match="is no layout of 6 layers"):
-            strategy.move_layers([1.5, 2.5, 1.5])
+            trainer.strategy.move_layers([1.5, 2.5, 1.5])
 
 
 def test_each_stage_keeps_a_layer_of_its_own():

@@ -130,10 +130,9 @@ class Dies(L.Callback):
         self._directory = directory
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        strategy: Any = trainer.strategy
-        if trainer.global_step == 6 and strategy.worker.stage == 0:
+        if trainer.global_step == 6 and trainer.strategy.worker.stage == 0:
             await_file(self._directory / "step=4.ckpt")
-            (self._directory / f"died-{strategy.incarnation}").touch()
+            (self._directory / f"died-{trainer.strategy.incarnation}").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
 
