@@ -89,7 +89,7 @@ def test_a_group_answers_likewise():
     (lambda: PlanningOptions(split_backward=2), "split_backward=2"),
     (lambda: PlanningOptions(split_backward="ture"), r"or False. Did you mean True\?$"),
     (lambda: PlanningOptions(partition=[3, 0]), r"PlanningOptions\(partition=\[3, 0\]\): use 'count', or"),
-    (lambda: PlanningOptions(planner="highs2"), r"gurobi, heuristic, highs. Did you mean 'highs'\?$"),
+    (lambda: PlanningOptions(planner="highs2"), r"gurobi, heuristic, highs.* Did you mean 'highs'\?$"),
     (lambda: VerificationOptions(on_corruption="evicted"), r"Did you mean 'evict'\?$"),
     (lambda: RecoveryOptions(on_stage_lost="Restart"), r"Did you mean 'restart'\?$"),
     (lambda: CheckpointOptions(gather_result="autp"), r"Did you mean 'auto'\?$"),
