@@ -45,7 +45,7 @@ def local():
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[], ModuleType]:
+def script(monkeypatch) -> Callable[[], ModuleType]:
     """Makes a new ``__main__`` in which the script has run."""
 
     def run() -> ModuleType:

@@ -27,7 +27,7 @@ def expected_configuration() -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory) -> Path:
     """A wheel built from links to the tree's sources, so that the build leaves nothing in the tree."""
     source = tmp_path_factory.mktemp("source")
     for path in ROOT.iterdir():

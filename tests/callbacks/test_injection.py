@@ -90,7 +90,7 @@ def worker(*faults: Fault, place: Worker = HERE, incarnation: int = 0, **options
 
 
 @pytest.fixture
-def sleeps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def sleeps(monkeypatch) -> list[float]:
     slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)
     return slept
@@ -242,7 +242,7 @@ class Clocks:
 
 
 @pytest.fixture
-def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
+def clocks(monkeypatch) -> Clocks:
     return Clocks(monkeypatch)
 
 

@@ -79,7 +79,7 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     """The results of some sweeps."""
     directory = tmp_path_factory.mktemp("sweep")
     quick = ["policy.effort=0", "duration=6h", "seeds=3"]
@@ -105,17 +105,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def text(folder: Path) -> str:
+def text(folder) -> str:
     return (folder / "out" / "report.html").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
-def page(text: str) -> Page:
+def page(text) -> Page:
     return Page(text)
 
 
 @pytest.fixture(scope="module")
-def records(folder: Path) -> list[dict[str, Any]]:
+def records(folder) -> list[dict[str, Any]]:
     return [json.loads(file.read_text()) for file in sorted((folder / "results").rglob("result.json"))]
 
 

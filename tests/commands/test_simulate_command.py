@@ -63,7 +63,7 @@ def test_each_job_says_at_its_start_what_its_failures_mean_and_nothing_else(tmp_
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+def one(tmp_path_factory) -> tuple[str, Path]:
     """What one run prints, and its folder."""
     directory = tmp_path_factory.mktemp("one")
     out = simulate(directory, *SMALL, "policy=restart", "policy.restart=2min", "failures.mtbf=30min", "output=here")

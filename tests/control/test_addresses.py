@@ -50,7 +50,7 @@ def test_what_is_no_address_is_refused(text, words):
 
 
 @pytest.fixture
-def resolves(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+def resolves(monkeypatch) -> dict[str, str]:
     """Names and the addresses that they stand for."""
     names: dict[str, str] = {}
     ask = socket.getaddrinfo

@@ -16,7 +16,7 @@ from lightning_recycle.control.protocol.messages import FROM_WORKERS, TO_WORKERS
 
 
 @pytest.fixture
-def theirs(monkeypatch: pytest.MonkeyPatch) -> Iterator[MessageConnection]:
+def theirs(monkeypatch) -> Iterator[MessageConnection]:
     """The coordinator's end of the connection that the next client opens."""
     ours, theirs = socket.socketpair()
     theirs.settimeout(10.0)

@@ -55,7 +55,7 @@ class Restarted:
 
 
 @pytest.fixture
-def coordinator(tmp_path: Path) -> Iterator[Restarted]:
+def coordinator(tmp_path) -> Iterator[Restarted]:
     made = Restarted(tmp_path)
     try:
         made.start()

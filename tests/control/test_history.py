@@ -40,7 +40,7 @@ class Recorder:
 
 
 @pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+def recorder(monkeypatch) -> Recorder:
     return Recorder(monkeypatch)
 
 

@@ -8,7 +8,6 @@ import pytest
 from support.waiting import wait_for
 
 from lightning_recycle.control.plans.layout_choice import Rebalance
-from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.control.protocol.messages import Applied, LayerFacts, Measured
 from lightning_recycle.control.protocol.state import LayoutReady
@@ -24,7 +23,7 @@ OpenPlans = Callable[[Rebalance, int | str], RunPlans]
 
 
 @pytest.fixture
-def open_plans(open_planner: Callable[..., PlanProvider], monkeypatch: pytest.MonkeyPatch) -> OpenPlans:
+def open_plans(open_planner, monkeypatch) -> OpenPlans:
     """Begins a run that moves layers, with a limit of memory."""
     monkeypatch.setattr(PlanningProcess, "ask", lambda _, question, *__, **___: question())
 

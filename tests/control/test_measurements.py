@@ -2,13 +2,11 @@
 
 import math
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from lightning_recycle.control.plans.assumptions import StageLevels
-from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.control.protocol.messages import Applied
 from lightning_recycle.control.protocol.state import LayoutReady
@@ -61,7 +59,7 @@ def test_a_stage_that_has_not_been_measured_is_doubted():
 
 
 @pytest.fixture
-def plans(open_planner: Callable[..., PlanProvider]) -> RunPlans:
+def plans(open_planner) -> RunPlans:
     planner = open_planner(GRID)
     planner.prepare()
     return RunPlans(GRID, planner, None, lambda profile: None, lambda: None, "auto")

@@ -166,7 +166,7 @@ def test_a_status_is_json_whatever_the_loss_is(plane):
 
 
 @pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def runtime(monkeypatch) -> Iterator[Path]:
     """A runtime folder of this test's own, the only place that is looked at. Sockets have no long paths."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         monkeypatch.setattr(run_sockets, "_folders", lambda: iter([Path(folder) / "runs"]))

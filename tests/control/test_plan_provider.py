@@ -2,7 +2,6 @@
 
 import logging
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations
 
@@ -26,7 +25,7 @@ MEASURED = {stage: {"F": 2.0, "B": 2.0, "W": 2.0, "REDUCE": 0.5, "STEP": 1.0} fo
 
 
 @pytest.fixture
-def planner(open_planner: Callable[..., PlanProvider]) -> PlanProvider:
+def planner(open_planner) -> PlanProvider:
     planner = open_planner(GRID)
     planner.prepare()
     return planner

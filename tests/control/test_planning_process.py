@@ -9,7 +9,6 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 from control_plane import GRID, PATIENCE, ControlPlane, die, in_thread
@@ -28,7 +27,7 @@ LARGE = Problem(Grid(4, 4, 8), Costs.uniform(4), frozenset({Worker(1, 2)}))
 
 
 @pytest.fixture
-def gated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gated:
+def gated(tmp_path, monkeypatch) -> Gated:
     """The planner of runs that make all plans in need in another process, however small."""
     monkeypatch.setattr(plan_provider, "_APART_FROM", 0)
     return Gated(report=tmp_path / "began", gate=tmp_path / "gate", home=os.getpid())
@@ -42,7 +41,7 @@ def process() -> Iterator[PlanningProcess]:
 
 
 @pytest.fixture
-def plane(gated: Gated) -> Iterator[ControlPlane]:
+def plane(gated) -> Iterator[ControlPlane]:
     """A coordinator whose plans in need take as long as the test wants."""
     planner = PlanProvider(GRID, PlanningOptions(planner=gated))
     planner.prepare()

@@ -272,7 +272,7 @@ def test_a_plan_that_is_not_wanted_is_given_up_wherever_it_is_made(grid, planner
 
 
 @pytest.fixture
-def look_for(open_planner: Callable[..., PlanProvider]) -> Callable[[Any], RunPlans]:
+def look_for(open_planner) -> Callable[[Any], RunPlans]:
     """Begins to look for a better plan by a planner."""
 
     def begin(planner: Any) -> RunPlans:

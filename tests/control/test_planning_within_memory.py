@@ -1,7 +1,6 @@
 """Plans of a run keep to the memory that its workers have measured, and use it."""
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -42,14 +41,14 @@ def everywhere(**changes: int) -> dict[p.Worker, Footprint]:
 
 
 @pytest.fixture
-def planner(open_planner: Callable[..., PlanProvider]) -> PlanProvider:
+def planner(open_planner) -> PlanProvider:
     planner = open_planner(GRID, memory=500)
     planner.prepare()
     return planner
 
 
 @pytest.fixture
-def plans(planner: PlanProvider) -> RunPlans:
+def plans(planner) -> RunPlans:
     plans = RunPlans(GRID, planner, None, lambda profile: None, lambda: None)
     plans.begin_generation(ALL, (), 0)
     return plans

@@ -56,7 +56,7 @@ class Run:
 
 
 @pytest.fixture
-def open_run(open_planner: Callable[..., PlanProvider], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
+def open_run(open_planner, monkeypatch) -> Callable[..., Run]:
     monkeypatch.setattr(PlanningProcess, "ask", lambda _, question, *__, **___: question())
     return lambda *planner, **options: Run(open_planner(GRID, *planner, **{"split_backward": "auto", **options}))
 

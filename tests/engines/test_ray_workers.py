@@ -92,7 +92,7 @@ def start(group: RayWorkerGroup, rank: int, joining: bool = False) -> RayWorkerP
 
 
 @pytest.fixture
-def imitate(monkeypatch: pytest.MonkeyPatch) -> Any:
+def imitate(monkeypatch) -> Any:
     """Makes a cluster, and the group of a run of 2 x 2 positions on it."""
     groups: list[RayWorkerGroup] = []
 

@@ -166,7 +166,7 @@ def srun() -> Iterator[Srun]:
 
 
 @pytest.fixture
-def jobs(srun: Srun, tmp_path: Path) -> Iterator[Callable[..., Job]]:
+def jobs(srun, tmp_path) -> Iterator[Callable[..., Job]]:
     """Makes a job."""
     made: list[Job] = []
 

@@ -20,7 +20,7 @@ def model() -> GPT:
 
 
 @pytest.fixture
-def library(tmp_path: Path) -> Path:
+def library(tmp_path) -> Path:
     for name, text in {
         "b.py": "second",
         "a.py": "first ",

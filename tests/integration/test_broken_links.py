@@ -54,7 +54,7 @@ class Cluster:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
+def cluster(tmp_path) -> Iterator[Cluster]:
     """A run that has begun its fifth step."""
     hub = Machine("h", "10.77.20.1")
     spokes = [Machine(letter, f"10.77.{20 + number}.2") for number, letter in enumerate("abcd")]

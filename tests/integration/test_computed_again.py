@@ -31,7 +31,7 @@ LIMIT = EACH + EACH // 2
 
 
 @pytest.fixture
-def seconds(tmp_path_factory: pytest.TempPathFactory) -> str:
+def seconds(tmp_path_factory) -> str:
     """The path of a profile: plans do not depend on how fast this runs."""
     path = tmp_path_factory.mktemp("profile") / "profile.json"
     stage = StageProfile(0.01, 0.02, 0.01, 0.0, 0.0, EACH, 1000)
@@ -40,7 +40,7 @@ def seconds(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def plans_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def plans_at_once(monkeypatch) -> None:
     """No step begins before the plan for the memory that was measured is there."""
     begin = RunPlans.plan_ahead
 

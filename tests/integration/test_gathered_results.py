@@ -47,7 +47,7 @@ def test_an_unknown_choice_is_refused():
 
 
 @pytest.fixture
-def read(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+def read(monkeypatch) -> list[Path]:
     """The files from which results were read; every result is large."""
     found: list[Path] = []
     true_read = run_results.StageResultFile.read

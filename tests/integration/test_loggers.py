@@ -50,7 +50,7 @@ def train(directory: Path, lightning: Any) -> L.Trainer:
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+def expected(tmp_path_factory) -> list[dict[str, str]]:
     directory = tmp_path_factory.mktemp("one")
     train(directory, on_one_device)
     found = rows(directory / "lightning_logs" / "version_0")

@@ -83,7 +83,7 @@ PAIRS = list(combinations(Grid(3, 2, 4).workers(), 2))
 
 
 @pytest.fixture(scope="module")
-def offline(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def offline(tmp_path_factory) -> dict[str, Any]:
     """The strategy's options for a profile, and for a library that ``recycle-plan`` has filled for two failures."""
     folder = tmp_path_factory.mktemp("offline")
     forward, backward, weight, reduce, step = 0.002, 0.002, 0.001, 0.0005, 0.001

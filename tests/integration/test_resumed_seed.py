@@ -107,7 +107,7 @@ Run = tuple[Path, dict[str, Tensor], list[list[int]]]
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
+def written(tmp_path_factory) -> Callable[[str], Run]:
     """What a run with a loader leaves behind: its checkpoints, its weights, and the samples of each step."""
 
     @functools.cache

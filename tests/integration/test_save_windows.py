@@ -88,7 +88,7 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def known(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[int, int]], dict[int, dict[str, torch.Tensor]]]:
+def known(tmp_path_factory) -> Callable[[tuple[int, int]], dict[int, dict[str, torch.Tensor]]]:
     """The weights of each step, in the undisturbed run of a grid."""
     found: dict[tuple[int, int], dict[int, dict[str, torch.Tensor]]] = {}
 

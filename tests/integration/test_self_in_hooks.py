@@ -48,7 +48,7 @@ def fit_alone(model: PipelineModule, callbacks: list[Callback]) -> None:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def alone(tmp_path_factory) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """What hooks get on one device, and the weights."""
     folder, model = tmp_path_factory.mktemp("alone"), Regression().double()
     fit_alone(model, [Asks(folder, answer)])

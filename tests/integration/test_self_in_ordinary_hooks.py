@@ -93,7 +93,7 @@ def train(run: L.Trainer, model: L.LightningModule, pipelines: int = 1) -> dict[
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Tensor], dict[str, float], dict[str, Tensor]]:
+def alone(tmp_path_factory) -> tuple[dict[str, Tensor], dict[str, float], dict[str, Tensor]]:
     folder, model = tmp_path_factory.mktemp("alone"), Speaker().double()
     metrics = train(on_one_device(max_epochs=2, callbacks=[Asks(folder, ask, (*EARLY, *LATE))]), model)
     (found,) = answers(folder).values()

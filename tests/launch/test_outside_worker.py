@@ -21,7 +21,7 @@ PASSING = [
 
 
 @pytest.fixture
-def paused(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def paused(monkeypatch) -> list[float]:
     """The pauses between attempts, which take no time here."""
     pauses: list[float] = []
     monkeypatch.setattr(time, "sleep", pauses.append)

@@ -313,7 +313,7 @@ def runs_of(script: Script) -> Any:
     """A fixture for a module: what ``script`` left behind on one device and on the grid."""
 
     @pytest.fixture(scope="module")
-    def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    def runs(tmp_path_factory) -> Runs:
         return run_both(script, tmp_path_factory.mktemp(script.__name__))
 
     return runs

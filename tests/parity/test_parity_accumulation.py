@@ -121,7 +121,7 @@ KILLS = {
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., same.Run]:
+def alone(tmp_path_factory) -> Callable[..., same.Run]:
     @functools.cache
     def run(**trainer: Any) -> same.Run:
         return same.on_one_device(dies(**trainer), tmp_path_factory.mktemp("one"))

@@ -128,7 +128,7 @@ MONITORED = Case(
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> same.Runs:
+def runs(tmp_path_factory) -> same.Runs:
     root = tmp_path_factory.mktemp("monitored")
     return on_one_device(MONITORED, root / "one"), on_a_grid(MONITORED, same.STAGES, "none", root / "grid")
 

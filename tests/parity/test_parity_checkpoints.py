@@ -71,7 +71,7 @@ def script(session: same.Session) -> None:
 
 
 @pytest.fixture(scope="module")
-def one_device(tmp_path_factory: pytest.TempPathFactory) -> same.Run:
+def one_device(tmp_path_factory) -> same.Run:
     return same.on_one_device(script, tmp_path_factory.mktemp("one"))
 
 

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
-def left(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Run]]:
+def left(tmp_path_factory) -> dict[str, tuple[Any, Run]]:
     root = tmp_path_factory.mktemp("ddp")
     found = {}
     for name in ("ddp", "recycle"):

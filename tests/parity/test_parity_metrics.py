@@ -53,7 +53,7 @@ MEASURED = Case((), measured, lambda run: run.results["fit"].keys() >= FIT_METRI
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> same.Runs:
+def runs(tmp_path_factory) -> same.Runs:
     one, grid = (tmp_path_factory.mktemp(name) for name in ("one", "grid"))
     return on_one_device(MEASURED, one), on_a_grid(MEASURED, same.STAGES, "none", grid)
 

@@ -15,12 +15,12 @@ DEFAULTS, PLAIN = 0, 1
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("printed")
 
 
 @pytest.fixture(scope="module")
-def printed(folder: Path) -> dict[str, list[str]]:
+def printed(folder) -> dict[str, list[str]]:
     """What each script printed on one device and on the grid, all processes of it."""
     output = output_of(Path(__file__).parent / "printing_script.py", folder, timeout=280)
     outputs = output.replace("\r", "\n").split(SEPARATOR)[1:]

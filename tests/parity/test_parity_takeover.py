@@ -15,7 +15,7 @@ SAMPLED = {"TQDM-fit-validation-4", "Rich-fit-forward-2", "Rich-test-batch-1"}
 
 
 @pytest.fixture(scope="module")
-def sampled_outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+def sampled_outputs(tmp_path_factory) -> tuple[Path, dict[str, str]]:
     """What the sampled cases print; one process for all of them."""
     folder = tmp_path_factory.mktemp("sampled")
     return folder, run_cases(folder, sorted(SAMPLED))

@@ -255,7 +255,7 @@ FAKES = """
 
 
 @pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def fake(tmp_path, monkeypatch):
     (tmp_path / "fake_solvers.py").write_text(textwrap.dedent(FAKES))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("FAKE_PID", str(tmp_path / "pid"))
@@ -297,7 +297,7 @@ NO_C_INTERFACE = """
 
 
 @pytest.fixture
-def highspy_without_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def highspy_without_c(tmp_path, monkeypatch) -> Path:
     (tmp_path / "highspy").mkdir()
     (tmp_path / "highspy" / "__init__.py").touch()
     (tmp_path / "highspy" / "_core.py").write_text(textwrap.dedent(NO_C_INTERFACE))

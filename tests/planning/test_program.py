@@ -13,7 +13,7 @@ GRID = Grid(3, 3, 3)
 
 
 @pytest.fixture
-def many_pipelines(monkeypatch: pytest.MonkeyPatch) -> None:
+def many_pipelines(monkeypatch) -> None:
     """A few count as many."""
     monkeypatch.setattr(program, "_FEW_PIPELINES", 0)
 

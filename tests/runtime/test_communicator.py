@@ -12,7 +12,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import communicator_team as tasks
@@ -51,7 +50,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(scope="module")
-def four(transport: str) -> Iterator[Team]:
+def four(transport) -> Iterator[Team]:
     """Four processes for the tests that harm none of them."""
     team = Team(4, transport)
     yield team
@@ -59,7 +58,7 @@ def four(transport: str) -> Iterator[Team]:
 
 
 @pytest.fixture
-def team(transport: str) -> Iterator[Team]:
+def team(transport) -> Iterator[Team]:
     """Three processes of the test's own."""
     team = Team(3, transport)
     yield team
@@ -472,7 +471,7 @@ class Ends:
 
 
 @pytest.fixture
-def communicator(tmp_path: Path) -> Communicator:
+def communicator(tmp_path) -> Communicator:
     communicator = Communicator(0, tasks.HOST, torch.device("cpu"), tasks.Meeting(str(tmp_path)), tasks.KEY)
     communicator.generation = 0
     return communicator
@@ -615,7 +614,7 @@ def test_generations_leave_no_descriptors_behind(four):
 
 
 @pytest.fixture
-def with_2_hidden(four: Team) -> Iterator[Team]:
+def with_2_hidden(four) -> Iterator[Team]:
     four.run(tasks.hide, True, ranks=[2])
     yield four
     four.run(tasks.hide, False, ranks=[2])

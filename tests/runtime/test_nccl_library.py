@@ -124,7 +124,7 @@ class Stub:
 
 
 @pytest.fixture(scope="module")
-def stub_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+def stub_path(tmp_path_factory) -> str:
     assert COMPILER is not None
     folder = tmp_path_factory.mktemp("nccl")
     (folder / "stub.c").write_text(STUB)
@@ -134,7 +134,7 @@ def stub_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def stub(stub_path: str) -> Stub:
+def stub(stub_path) -> Stub:
     stub = Stub(stub_path)
     stub.set()
     return stub

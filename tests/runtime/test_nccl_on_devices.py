@@ -20,7 +20,7 @@ KINDS = ["nccl", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.fixture(params=KINDS)
-def three(request: pytest.FixtureRequest) -> Iterator[Team]:
+def three(request) -> Iterator[Team]:
     """Members 0 to 2."""
     team = Team(3, request.param)
     yield team

@@ -15,7 +15,7 @@ EVERYBODY = {"stage0": (0, 1, 2, 3)}
 
 
 @pytest.fixture
-def world(request: pytest.FixtureRequest) -> Iterator[World]:
+def world(request) -> Iterator[World]:
     world = World(getattr(request, "param", ALL))
     assert not world.connect()
     yield world

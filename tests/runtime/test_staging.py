@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def pinned(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+def pinned(monkeypatch) -> list[bool]:
     """Whether each new tensor was to be pinned."""
     asked: list[bool] = []
     real = torch.empty

@@ -158,7 +158,7 @@ class Allocator:
 
 
 @pytest.fixture
-def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
+def allocator(monkeypatch) -> Allocator:
     found = Allocator()
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *_: found.allocated)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: found.peak)

@@ -45,7 +45,7 @@ class Event:
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+def device(monkeypatch) -> Device:
     found = Device()
 
     def event(enable_timing: bool) -> Event:

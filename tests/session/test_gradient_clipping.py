@@ -21,7 +21,7 @@ def model() -> nn.Sequential:
 
 
 @pytest.fixture
-def stages(model: nn.Sequential) -> Iterator[None]:
+def stages(model) -> Iterator[None]:
     """This process is the first of two stages; the second one, which has one more layer, is played."""
     other = nn.Linear(2, 2).double()
     other.weight.grad, other.bias.grad = torch.full_like(other.weight, 2.0), torch.zeros_like(other.bias)

@@ -9,7 +9,7 @@ from lightning_recycle.session import lightning_internals
 
 
 @pytest.fixture(autouse=True)
-def spared(monkeypatch: pytest.MonkeyPatch) -> None:
+def spared(monkeypatch) -> None:
     monkeypatch.setattr(_ResultMetric, "to", lightning_internals._move)  # put back afterwards
     lightning_internals.skip_needless_moves()
 
