@@ -7,14 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_recycle.control.coordinator.failure_detector import (
-    DetectionState,
-    Ruling,
-    Sign,
-    StepPoint,
-    WorkerSigns,
-    review,
-)
+from lightning_recycle.control.coordinator import failure_detector as fd
 from lightning_recycle.planning.grid import Grid, Positions
 
 LIMIT, BOUND = 5.0, 60.0  # seconds
@@ -24,15 +17,17 @@ ALL = frozenset(range(6))
 TICK = 0.5
 
 
-def stands(silent: float = 0.0, working: float | None = None, place: StepPoint | None = None) -> WorkerSigns:
-    work = () if working is None else (Sign("it is stuck", working, LIMIT, WORK_BOUND, place),)
-    return WorkerSigns(Sign("it is silent", silent, LIMIT, BOUND), work)
+def stands(silent: float = 0.0, working: float | None = None, place: fd.StepPoint | None = None) -> fd.WorkerSigns:
+    work = () if working is None else (fd.Sign("it is stuck", working, LIMIT, WORK_BOUND, place),)
+    return fd.WorkerSigns(fd.Sign("it is silent", silent, LIMIT, BOUND), work)
 
 
-def ruled(changed: Mapping[int, WorkerSigns], live: frozenset[int] = ALL, holders: frozenset[int] = ALL) -> Ruling:
+def ruled(
+    changed: Mapping[int, fd.WorkerSigns], live: frozenset[int] = ALL, holders: frozenset[int] = ALL
+) -> fd.Ruling:
     """The first ruling over the workers ``live``, all of which are well except as ``changed``."""
     standings = {rank: changed.get(rank, stands()) for rank in live}
-    return review(DetectionState(), 100.0, standings, holders & live, Positions(GRID), 7)[1]
+    return fd.review(fd.DetectionState(), 100.0, standings, holders & live, Positions(GRID), 7)[1]
 
 
 @pytest.mark.parametrize(("changed", "evicted", "waited"), [
@@ -93,20 +88,20 @@ class Story:
     """What a coordinator sees second by second: ``tell(seconds, rank=standing at that time, ...)``."""
 
     def __init__(self, live: frozenset[int] = ALL) -> None:
-        self.live, self.now, self.step, self.memory = live, 1000.0, 7, DetectionState()
+        self.live, self.now, self.step, self.memory = live, 1000.0, 7, fd.DetectionState()
         self.evicted: dict[int, float] = {}
         self.waited: dict[int, str] = {}
         self.cleared: dict[int, float] = {}
         self.causes: dict[int, str] = {}
 
     def tell(
-        self, seconds: float, standings: Callable[[float, int], WorkerSigns] = lambda now, rank: stands()
+        self, seconds: float, standings: Callable[[float, int], fd.WorkerSigns] = lambda now, rank: stands()
     ) -> "Story":
         end = self.now + seconds
         while self.now < end:
             self.now += TICK
             seen = {rank: standings(self.now, rank) for rank in self.live}
-            self.memory, found = review(self.memory, self.now, seen, self.live, Positions(GRID), self.step)
+            self.memory, found = fd.review(self.memory, self.now, seen, self.live, Positions(GRID), self.step)
             self.live = self.live - found.evict.keys()
             self.evicted.update(dict.fromkeys(found.evict, self.now))
             self.causes.update({rank: given_up.cause for rank, given_up in found.evict.items()})
@@ -115,10 +110,10 @@ class Story:
         return self
 
 
-def since(begin: float, *ranks: int, work: StepPoint | None = None) -> Callable[[float, int], WorkerSigns]:
+def since(begin: float, *ranks: int, work: fd.StepPoint | None = None) -> Callable[[float, int], fd.WorkerSigns]:
     """``ranks`` are silent since ``begin``, or at ``work``."""
 
-    def standing(now: float, rank: int) -> WorkerSigns:
+    def standing(now: float, rank: int) -> fd.WorkerSigns:
         if rank not in ranks:
             return stands()
         return stands(now - begin) if work is None else stands(working=now - begin, place=work)
@@ -203,7 +198,7 @@ def test_a_peer_that_is_late_now_and_then_delays_but_does_not_save_a_dead_worker
     story = Story(ALL - {4})
     began = story.now
 
-    def standing(now: float, rank: int) -> WorkerSigns:
+    def standing(now: float, rank: int) -> fd.WorkerSigns:
         if rank == 0:
             return stands(now - began)
         return stands(3.0 if rank == 2 and int(now) % 3 == 0 else 0.0)
@@ -231,19 +226,19 @@ class Grown:
     """A run in which workers become silent, stuck, well again or dead, as ``changes`` say."""
 
     def __init__(self) -> None:
-        self.now, self.memory = 0.0, DetectionState()
+        self.now, self.memory = 0.0, fd.DetectionState()
         self.live = set(ALL)
-        self.began: dict[int, tuple[str, float, StepPoint]] = {}
+        self.began: dict[int, tuple[str, float, fd.StepPoint]] = {}
 
-    def standing(self, rank: int) -> WorkerSigns:
+    def standing(self, rank: int) -> fd.WorkerSigns:
         how, began, place = self.began.get(rank, ("well", self.now, (0, "")))
         if how == "silent":
             return stands(self.now - began)
         return stands(working=self.now - began, place=place) if how == "stuck" else stands()
 
-    def look(self) -> tuple[dict[int, WorkerSigns], Ruling]:
+    def look(self) -> tuple[dict[int, fd.WorkerSigns], fd.Ruling]:
         standings = {rank: self.standing(rank) for rank in self.live}
-        self.memory, found = review(self.memory, self.now, standings, frozenset(self.live), Positions(GRID), 0)
+        self.memory, found = fd.review(self.memory, self.now, standings, frozenset(self.live), Positions(GRID), 0)
         return standings, found
 
 

@@ -5,15 +5,7 @@ from typing import Any
 
 import pytest
 
-from lightning_recycle.control.coordinator.failure_detector import (
-    PATIENCE,
-    FailureDetector,
-    Observation,
-    Overdue,
-    Ruling,
-    everybody_waits,
-    sign_of_work,
-)
+from lightning_recycle.control.coordinator import failure_detector as fd
 from lightning_recycle.control.options import CoordinatorOptions, HeartbeatTimeouts, RecoveryOptions
 from lightning_recycle.control.protocol.messages import Activity, Heartbeat, Report, WorkerStatus
 from lightning_recycle.control.protocol.state import Generation, MembershipState, Roster
@@ -23,16 +15,16 @@ TIMEOUT = 5.0
 USUAL = {"F": 0.1, "B": 1.0}  # seconds
 
 
-def working(seconds: float, kind: str = "F") -> Observation:
-    return Observation(f"{kind or 'hooks'} at work", kind, False, seconds)
+def working(seconds: float, kind: str = "F") -> fd.Observation:
+    return fd.Observation(f"{kind or 'hooks'} at work", kind, False, seconds)
 
 
-def waiting(seconds: float, kind: str = "F", coordinated: bool = False) -> Observation:
-    return Observation(f"{kind} waits", kind, True, seconds, coordinated=coordinated)
+def waiting(seconds: float, kind: str = "F", coordinated: bool = False) -> fd.Observation:
+    return fd.Observation(f"{kind} waits", kind, True, seconds, coordinated=coordinated)
 
 
-def exceeds(seen: Observation, usual: Mapping[str, float] = USUAL, timeout: float = TIMEOUT) -> bool:
-    sign = sign_of_work(seen, usual.get(seen.kind), timeout)
+def exceeds(seen: fd.Observation, usual: Mapping[str, float] = USUAL, timeout: float = TIMEOUT) -> bool:
+    sign = fd.sign_of_work(seen, usual.get(seen.kind), timeout)
     return sign is not None and sign.seconds > sign.limit
 
 
@@ -43,8 +35,8 @@ def exceeds(seen: Observation, usual: Mapping[str, float] = USUAL, timeout: floa
     pytest.param(working(10.1, "B"), True, id="but no longer"),
     pytest.param(working(1000.0, "W"), False, id="a first step takes what it takes"),
     pytest.param(working(1000.0, ""), False, id="so do hooks, validation, checkpoints and reading data"),
-    pytest.param(working(PATIENCE + 1, ""), True, id="but not for ever"),
-    pytest.param(working(PATIENCE + 1, "W"), True, id="nor an operation of unknown duration"),
+    pytest.param(working(fd.PATIENCE + 1, ""), True, id="but not for ever"),
+    pytest.param(working(fd.PATIENCE + 1, "W"), True, id="nor an operation of unknown duration"),
     pytest.param(working(4.9, "RECOVER"), False, id="a recovery may take the timeout"),
     pytest.param(working(5.1, "RECOVER"), True, id="and needs no usual duration"),
     pytest.param(waiting(1e6), False, id="who waits is never to blame"),
@@ -54,7 +46,7 @@ def test_a_worker_is_suspected_when_it_is_at_work_for_longer_than_its_work_can_t
 
 
 def test_the_reason_names_the_operation_and_how_long_it_took_and_may_take():
-    sign = sign_of_work(working(12.34), 0.1, TIMEOUT)
+    sign = fd.sign_of_work(working(12.34), 0.1, TIMEOUT)
     assert sign.cause == (
         "it has been in 'F at work' for 12.3 s without waiting for anybody, more than the 5.0 s that it may take"
     )
@@ -66,7 +58,7 @@ def test_a_short_timeout_does_not_cut_a_recovery_short():
 
 
 def test_where_no_peer_is_well_any_work_has_the_patience_of_what_has_no_usual_duration():
-    sign = sign_of_work(working(1.0), 0.1, TIMEOUT, patience=77.0)
+    sign = fd.sign_of_work(working(1.0), 0.1, TIMEOUT, patience=77.0)
     assert (sign.limit, sign.bound) == (TIMEOUT, 77.0)
 
 
@@ -83,14 +75,14 @@ def test_where_no_peer_is_well_any_work_has_the_patience_of_what_has_no_usual_du
     pytest.param({}, USUAL, False, id="nobody is seen"),
 ])  # fmt: skip
 def test_if_everybody_waits_and_nobody_is_at_work_nobody_is_to_blame(observations, usual, deadlocked):
-    assert everybody_waits(observations, lambda rank, kind: usual.get(kind), TIMEOUT) is deadlocked
+    assert fd.everybody_waits(observations, lambda rank, kind: usual.get(kind), TIMEOUT) is deadlocked
 
 
 @pytest.mark.parametrize("kind", [str(kind) for kind in OpKind])
 def test_everybody_may_wait_for_the_longest_operation_of_any_kind(kind):
-    waits = {rank: Observation("receive", "", True, 60.0) for rank in range(2)}
+    waits = {rank: fd.Observation("receive", "", True, 60.0) for rank in range(2)}
     usual = {kind: 10.0}.get
-    assert not everybody_waits(waits, lambda rank, kind: usual(kind), TIMEOUT)
+    assert not fd.everybody_waits(waits, lambda rank, kind: usual(kind), TIMEOUT)
 
 
 # ---------------------------------------------------------------------- the clocks
@@ -122,24 +114,24 @@ def beat(rank: int, seconds: float, *, waits: bool = False, kind: str = "F", gen
     return Heartbeat(rank, generation, activity, seconds)
 
 
-def all_wait_but(watch: FailureDetector, culprit: int | None, seconds: float, at: float = 10.0, **more: Any) -> None:
+def all_wait_but(watch: fd.FailureDetector, culprit: int | None, seconds: float, at: float = 10.0, **more: Any) -> None:
     for rank in range(4):
         watch.beat(rank, beat(rank, seconds, waits=rank != culprit, **(more if rank == culprit else {})), at)
 
 
 def ruling(
-    watch: FailureDetector, now: float, case: MembershipState, seconds: Mapping[int, Mapping[str, float]]
-) -> Ruling:
+    watch: fd.FailureDetector, now: float, case: MembershipState, seconds: Mapping[int, Mapping[str, float]]
+) -> fd.Ruling:
     return watch.review(now, case, dict.fromkeys(sorted(case.roster.live), 0.0), seconds)
 
 
 def stuck(
-    watch: FailureDetector, now: float, case: MembershipState, seconds: Mapping[int, Mapping[str, float]]
+    watch: fd.FailureDetector, now: float, case: MembershipState, seconds: Mapping[int, Mapping[str, float]]
 ) -> set[int]:
     return set(ruling(watch, now, case, seconds).evict)
 
 
-def silent(watch: FailureDetector, now: float, *ranks: int) -> dict[int, str]:
+def silent(watch: fd.FailureDetector, now: float, *ranks: int) -> dict[int, str]:
     """The causes for which those of ``ranks`` are given up that are; all others are well."""
     for rank in ALL.difference(ranks):
         watch.heard(rank, now)
@@ -147,9 +139,9 @@ def silent(watch: FailureDetector, now: float, *ranks: int) -> dict[int, str]:
 
 
 @pytest.fixture
-def watch() -> FailureDetector:
+def watch() -> fd.FailureDetector:
     """All four workers have reported once and were heard at 0 s."""
-    watch = FailureDetector(Positions(GRID), OPTIONS)
+    watch = fd.FailureDetector(Positions(GRID), OPTIONS)
     for rank in range(4):
         watch.heard(rank, 0.0)
         watch.reported(rank)
@@ -213,7 +205,7 @@ def test_who_takes_no_messages_is_given_up_only_while_a_peer_is_well(watch):
 
 
 def test_while_it_starts_a_worker_may_be_silent_for_longer():
-    watch = FailureDetector(Positions(GRID), OPTIONS)
+    watch = fd.FailureDetector(Positions(GRID), OPTIONS)
     watch.heard(0, 0.0)
     assert silent(watch, 9.9, 0) == {}
     assert silent(watch, 10.1, 0) == {0: "it was silent for more than 10 s"}
@@ -223,14 +215,14 @@ def test_while_it_starts_a_worker_may_be_silent_for_longer():
 
 
 def test_who_was_never_heard_is_not_silent():
-    assert silent(FailureDetector(Positions(GRID), OPTIONS), 100.0, 0) == {}
+    assert silent(fd.FailureDetector(Positions(GRID), OPTIONS), 100.0, 0) == {}
 
 
 @pytest.mark.parametrize(
     ("looks", "given_up_at"), [("", 5.0), ("SSS", 5.0), ("TTT", 5.0), ("SRS", 50.0), ("SDS", 50.0), ("TRT", 5.0)]
 )
 def test_a_silent_process_that_computes_is_given_up_later(looks, given_up_at):
-    watch = FailureDetector(Positions(GRID), OPTIONS, lambda rank: looks if rank == 0 else "SSS")
+    watch = fd.FailureDetector(Positions(GRID), OPTIONS, lambda rank: looks if rank == 0 else "SSS")
     for rank in range(4):
         watch.heard(rank, 0.0)
         watch.reported(rank)
@@ -241,7 +233,7 @@ def test_a_silent_process_that_computes_is_given_up_later(looks, given_up_at):
 
 def test_a_process_that_stops_to_compute_is_given_up_as_others_are():
     looks = {"now": "R"}
-    watch = FailureDetector(Positions(GRID), OPTIONS, lambda rank: looks["now"])
+    watch = fd.FailureDetector(Positions(GRID), OPTIONS, lambda rank: looks["now"])
     for rank in range(4):
         watch.heard(rank, 0.0)
         watch.reported(rank)
@@ -283,7 +275,7 @@ def test_the_last_that_holds_a_stage_is_waited_for_although_one_that_has_no_stat
     found = ruling(watch, 6.0, state(number=-1, joining=frozenset({2})), {})
     assert found.evict == {}
     assert found.waits == {
-        0: Overdue("it was silent for more than 5 s", 6.0, 60.0, "no other worker that holds stage 0 is well")
+        0: fd.Overdue("it was silent for more than 5 s", 6.0, 60.0, "no other worker that holds stage 0 is well")
     }
 
 
@@ -291,7 +283,7 @@ def test_the_last_that_holds_a_stage_is_waited_for_although_one_that_has_no_stat
     ("now", "joined", "late"), [(99.0, {0, 1}, set()), (101.0, {0, 1}, {2, 3}), (101.0, ALL, set())]
 )
 def test_who_does_not_start_in_time_is_late(now, joined, late):
-    watch = FailureDetector(Positions(GRID), OPTIONS)
+    watch = fd.FailureDetector(Positions(GRID), OPTIONS)
     watch.begin_start(0.0)
     found = watch.late(now, state(number=-1, joined=frozenset(joined)))
     assert found == dict.fromkeys(late, "it did not start within 100 s")
@@ -303,7 +295,7 @@ def test_who_does_not_start_in_time_is_late(now, joined, late):
     (ALL, True, {0, 1, 2}, "worker (1, 1): setting up"),
 ])  # fmt: skip
 def test_a_long_start_names_every_20_s_the_workers_that_it_waits_for(connected, launched, reported, words):
-    watch = FailureDetector(Positions(GRID), OPTIONS)
+    watch = fd.FailureDetector(Positions(GRID), OPTIONS)
     watch.begin_start(100.0)
     for rank in reported:
         watch.reported(rank)
@@ -393,7 +385,7 @@ def test_nobodys_progress_is_judged(watch, case, beating):
     for rank in range(beating):
         watch.beat(rank, beat(rank, 1000.0, waits=rank != 2), 10.0)
     watch.heard(3, 10.0)
-    assert ruling(watch, 10.0, case, SECONDS) == Ruling()
+    assert ruling(watch, 10.0, case, SECONDS) == fd.Ruling()
     assert not watch.everybody_waits(10.0, case, SECONDS)
 
 
@@ -407,7 +399,7 @@ def test_all_waiting_is_a_deadlock_but_not_in_a_regroup(watch):
     all_wait_but(watch, None, 100.0)
     assert watch.everybody_waits(10.0, state(), SECONDS)
     assert not watch.everybody_waits(10.0, regrouping(0, 1, 2, 3), SECONDS)
-    assert ruling(watch, 10.0, state(), SECONDS) == Ruling()
+    assert ruling(watch, 10.0, state(), SECONDS) == fd.Ruling()
 
 
 def test_it_is_no_deadlock_if_one_that_is_silent_may_be_at_work(watch):
@@ -442,7 +434,7 @@ def test_who_goes_on_waiting_though_a_generation_was_announced_is_stuck(watch):
 
 def test_who_waits_in_a_hook_for_a_sibling_that_works_there_is_not_stuck():
     grid = Grid(2, 1, 1)
-    watch = FailureDetector(Positions(grid, 2), OPTIONS)
+    watch = fd.FailureDetector(Positions(grid, 2), OPTIONS)
     reports = {rank: Report(rank, 1, WorkerStatus(rank % 2, 0, False)) for rank in (2, 3)}
     case = MembershipState(grid, Roster(ALL, joined=ALL), Generation(1, True, reports), members_per_position=2)
     watch.begin_regroup(10.0)

@@ -12,28 +12,18 @@ from slow_planners import Endless, Failing, Unpicklable
 from support.planning_in_background import is_idle
 from support.waiting import wait_for
 
+from lightning_recycle import planning as p
 from lightning_recycle.control.plans.drift import DriftQuestion, Estimate
 from lightning_recycle.control.plans.plan_provider import PlanProvider, make_plan
 from lightning_recycle.control.plans.planning_queue import InThread, Job, PlanningQueue, Urgency
 from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.errors import ConfigurationError, PlanningError
-from lightning_recycle.planning import (
-    Costs,
-    Grid,
-    HeuristicPlanner,
-    Problem,
-    Schedule,
-    Worker,
-    child_process,
-    heuristic,
-    plan,
-)
 from lightning_recycle.planning.child_process import Cancelled, UnexpectedError, cancelled_by, check_cancelled
 from lightning_recycle.planning.planner import PlanningOptions
 
 PATIENCE = 30.0  # seconds
-PROBLEM = Problem(Grid(3, 2, 4), Costs.uniform(2))
-SLOW = Estimate(PROBLEM.costs, ((Worker(0, 0), 2.0),))
+PROBLEM = p.Problem(p.Grid(3, 2, 4), p.Costs.uniform(2))
+SLOW = Estimate(PROBLEM.costs, ((p.Worker(0, 0), 2.0),))
 
 
 @dataclass(frozen=True)
@@ -105,12 +95,12 @@ def test_answers_are_published_wherever_they_were_found(planner):
     woken = threading.Semaphore(0)
     planner.wake = woken.release
     planner.begin(
-        Urgency.AHEAD, publishing(planner, InThread(Value(1)), None, partial(make_plan, PROBLEM, HeuristicPlanner()))
+        Urgency.AHEAD, publishing(planner, InThread(Value(1)), None, partial(make_plan, PROBLEM, p.HeuristicPlanner()))
     )
     assert woken.acquire(timeout=PATIENCE)
     assert woken.acquire(timeout=PATIENCE)
     one, (made, _) = planner.take()
-    assert (one, made.schedule) == (1, heuristic(PROBLEM))
+    assert (one, made.schedule) == (1, p.heuristic(PROBLEM))
     assert wait_for(lambda: is_idle(planner), PATIENCE)
     assert planner.take() == []
 
@@ -182,7 +172,7 @@ def test_what_is_not_wanted_any_more_is_given_up(planner, how):
 
 
 def test_a_question_that_takes_too_long_has_no_answer(planner, monkeypatch):
-    monkeypatch.setattr(child_process, "_TIME_LIMIT", 0.2)
+    monkeypatch.setattr(p.child_process, "_TIME_LIMIT", 0.2)
     planner.begin(Urgency.AHEAD, publishing(planner, Endless(), InThread(Value("next"))))
     reason, last = found(planner, 2)
     assert "past its time limit" in str(reason)
@@ -225,20 +215,20 @@ def test_many_jobs_begun_by_many_threads_all_end(planner):
 # ---------------------------------------------------------------------- the end of a run
 
 
-class Slow(HeuristicPlanner):
+class Slow(p.HeuristicPlanner):
     """A planner that needs a minute for each plan: it looks for a good one again and again."""
 
     began = threading.Event()
 
-    def plan(self, problem: Problem) -> Schedule:
+    def plan(self, problem: p.Problem) -> p.Schedule:
         self.began.set()
         for _ in range(100_000):
-            found = plan(problem)
+            found = p.plan(problem)
         return found
 
 
 def test_a_run_that_is_over_leaves_no_thread():
-    planner = PlanProvider(Grid(2, 2, 2), PlanningOptions(planner=Slow()))
+    planner = PlanProvider(p.Grid(2, 2, 2), PlanningOptions(planner=Slow()))
     planner.plan_ahead(frozenset(), {})
     assert Slow.began.wait(60)
     planner.close()
@@ -247,7 +237,7 @@ def test_a_run_that_is_over_leaves_no_thread():
 
 @pytest.mark.parametrize("begins", [False, True])
 def test_a_run_that_has_nothing_to_plan_leaves_no_thread(begins):
-    planner = PlanProvider(Grid(2, 2, 2), PlanningOptions())
+    planner = PlanProvider(p.Grid(2, 2, 2), PlanningOptions())
     if begins:
         planner.plan_ahead(frozenset(), {})
         assert wait_for(lambda: is_idle(planner.background), 60)
@@ -255,17 +245,17 @@ def test_a_run_that_has_nothing_to_plan_leaves_no_thread(begins):
     assert not threads()
 
 
-def plan_again_and_again(problem: Problem, planner: str) -> None:
+def plan_again_and_again(problem: p.Problem, planner: str) -> None:
     while True:
-        plan(problem, planner)
+        p.plan(problem, planner)
 
 
-@pytest.mark.parametrize(("grid", "planner"), [(Grid(8, 8, 32), "heuristic"), (Grid(3, 4, 6), "highs")])
+@pytest.mark.parametrize(("grid", "planner"), [(p.Grid(8, 8, 32), "heuristic"), (p.Grid(3, 4, 6), "highs")])
 def test_a_plan_that_is_not_wanted_is_given_up_wherever_it_is_made(grid, planner):
     unwanted = threading.Event()
     threading.Timer(0.2, unwanted.set).start()
     with cancelled_by(unwanted), pytest.raises(Cancelled):
-        plan_again_and_again(Problem(grid, Costs.uniform(grid.stages)), planner)
+        plan_again_and_again(p.Problem(grid, p.Costs.uniform(grid.stages)), planner)
 
 
 # ---------------------------------------------------------------------- plans for other times
@@ -277,7 +267,7 @@ def look_for(open_planner) -> Callable[[Any], RunPlans]:
 
     def begin(planner: Any) -> RunPlans:
         plans = RunPlans(PROBLEM.grid, open_planner(PROBLEM.grid), None, lambda profile: None, lambda: None)
-        question = DriftQuestion(heuristic(PROBLEM), SLOW, 15.0, 0.05, planner)
+        question = DriftQuestion(p.heuristic(PROBLEM), SLOW, 15.0, 0.05, planner)
         plans._background.begin(Urgency.DRIFT, plans._look_for_better(question))
         return plans
 
@@ -286,13 +276,13 @@ def look_for(open_planner) -> Callable[[Any], RunPlans]:
 
 def answer(plans: RunPlans) -> Any:
     ((question, proposal),) = found(plans._background, 1)
-    assert question.schedule == heuristic(PROBLEM)
+    assert question.schedule == p.heuristic(PROBLEM)
     return proposal
 
 
 def test_the_answer_is_the_planners_with_the_time_that_it_took(look_for):
-    proposal = answer(look_for(HeuristicPlanner()))
-    assert proposal.schedule == heuristic(SLOW.of(PROBLEM))
+    proposal = answer(look_for(p.HeuristicPlanner()))
+    assert proposal.schedule == p.heuristic(SLOW.of(PROBLEM))
     assert proposal.before == 24
     assert 0 < proposal.seconds < PATIENCE
 

@@ -5,22 +5,8 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
+from lightning_recycle.control.protocol import recovery as r
 from lightning_recycle.control.protocol.messages import Adoption, Decision, WorkerStatus
-from lightning_recycle.control.protocol.recovery import (
-    Adopt,
-    Apply,
-    AwaitPeers,
-    CommitTogether,
-    Confirm,
-    Forget,
-    Give,
-    Part,
-    Serve,
-    Take,
-    actions,
-    decide,
-    part_of,
-)
 from lightning_recycle.errors import ReCycleError
 from lightning_recycle.planning.grid import Grid
 
@@ -52,15 +38,15 @@ def holds(status: WorkerStatus, step: int) -> bool:
 def obey(status: WorkerStatus, decision: Decision) -> WorkerStatus:
     """What a survivor holds once it has carried out what the decision asks of it."""
     version, reduced = status.version, status.reduced
-    for action in actions(0, status, decision, donors={}, commits=False, tied=False):
+    for action in r.actions(0, status, decision, donors={}, commits=False, tied=False):
         match action:
-            case Apply():
+            case r.Apply():
                 assert reduced, "it applies a gradient that it does not hold"
                 version, reduced = version + 1, False
-            case Adopt():
+            case r.Adopt():
                 assert action.lacks == (version == action.step and not reduced)
                 reduced = reduced or action.lacks
-            case Serve():
+            case r.Serve():
                 assert action.step == decision.version == version - 1
     return WorkerStatus(status.column, version, reduced)
 
@@ -68,7 +54,7 @@ def obey(status: WorkerStatus, decision: Decision) -> WorkerStatus:
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_committed_version_is_what_the_slowest_stage_can_reach(grid):
     for statuses in reachable_statuses(grid):
-        decision = decide(statuses)
+        decision = r.decide(statuses)
         assert decision.version == min(best_version(statuses, stage) for stage in range(grid.stages)), statuses
 
 
@@ -76,7 +62,7 @@ def test_committed_version_is_what_the_slowest_stage_can_reach(grid):
 def test_donors_hold_the_gradient_that_they_give(grid):
     adoptions = 0
     for statuses in reachable_statuses(grid):
-        for adoption in decide(statuses).adoptions:
+        for adoption in r.decide(statuses).adoptions:
             adoptions += 1
             assert statuses[adoption.donor].column == adoption.column
             assert holds(statuses[adoption.donor], adoption.step), (adoption, statuses)
@@ -86,7 +72,7 @@ def test_donors_hold_the_gradient_that_they_give(grid):
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_survivors_that_obey_can_run_the_step_and_nothing_reduced_is_dropped(grid):
     for statuses in reachable_statuses(grid):
-        decision = decide(statuses)
+        decision = r.decide(statuses)
         for status in statuses.values():
             after = obey(status, decision)
             if status.column in decision.ahead:
@@ -100,13 +86,13 @@ def test_survivors_that_obey_can_run_the_step_and_nothing_reduced_is_dropped(gri
 def test_an_interrupted_recovery_leaves_statuses_from_which_another_one_is_possible(grid):
     """Whoever survives the second failure has obeyed or not; every mixture has a decision of at least this version."""
     for statuses in reachable_statuses(grid):
-        first = decide(statuses)
+        first = r.decide(statuses)
         for obeyed in itertools.product((False, True), repeat=len(statuses)):
             mixed = {
                 rank: obey(status, first) if done else status
                 for (rank, status), done in zip(statuses.items(), obeyed, strict=True)
             }
-            second = decide(mixed)
+            second = r.decide(mixed)
             assert second.version == first.version, (statuses, mixed)
             assert second.ahead == first.ahead
 
@@ -120,7 +106,7 @@ def without_its_loss(grid: Grid) -> Iterator[dict[int, WorkerStatus]]:
 def test_a_step_without_its_loss_is_not_committed_and_nothing_reduced_is_dropped(grid):
     all_ahead = 0
     for statuses in without_its_loss(grid):
-        decision = decide(statuses, known_losses=T)
+        decision = r.decide(statuses, known_losses=T)
         assert decision.version == T, statuses
         ahead = {stage for stage in range(grid.stages) if best_version(statuses, stage) == T + 1}
         assert decision.ahead == ahead, statuses
@@ -137,19 +123,19 @@ def test_a_step_without_its_loss_is_not_committed_and_nothing_reduced_is_dropped
 def test_once_the_loss_is_known_an_interrupted_recovery_goes_on_to_the_commit(grid):
     """The loss comes while some have obeyed the first decision and others have not."""
     for statuses in without_its_loss(grid):
-        first = decide(statuses, known_losses=T)
+        first = r.decide(statuses, known_losses=T)
         for obeyed in itertools.product((False, True), repeat=len(statuses)):
             mixed = {
                 rank: obey(status, first) if done else status
                 for (rank, status), done in zip(statuses.items(), obeyed, strict=True)
             }
-            assert decide(mixed, known_losses=T).version == T, (statuses, mixed)
-            assert decide(mixed, known_losses=T + 1) == decide(mixed), (statuses, mixed)
+            assert r.decide(mixed, known_losses=T).version == T, (statuses, mixed)
+            assert r.decide(mixed, known_losses=T + 1) == r.decide(mixed), (statuses, mixed)
 
 
 def test_a_step_that_all_have_reduced_without_its_loss_is_computed_again_for_the_loss_only():
     statuses = {0: WorkerStatus(0, T, True), 1: WorkerStatus(1, T, False), 3: WorkerStatus(1, T, True)}
-    assert decide(statuses, known_losses=T) == Decision(T, frozenset({0, 1}), (Adoption(1, T, 3),))
+    assert r.decide(statuses, known_losses=T) == Decision(T, frozenset({0, 1}), (Adoption(1, T, 3),))
 
 
 @pytest.mark.parametrize(("statuses", "message"), [
@@ -159,7 +145,7 @@ def test_a_step_that_all_have_reduced_without_its_loss_is_computed_again_for_the
 ])  # fmt: skip
 def test_statuses_that_the_protocol_cannot_produce_are_an_error(statuses, message):
     with pytest.raises(ReCycleError, match=message):
-        decide(statuses)
+        r.decide(statuses)
 
 
 # ---------------------------------------------------------------------- what one worker does
@@ -173,32 +159,32 @@ LATE = Decision(T + 1, frozenset({0}), (Adoption(0, T + 1, 2),))
 
 @pytest.mark.parametrize(("status", "decision", "options", "expected"), [
     (RUNNING, HERE, {}, []),
-    (APPLIED, AHEAD, {}, [Serve(T)]),
+    (APPLIED, AHEAD, {}, [r.Serve(T)]),
     (REDUCED, AHEAD, {}, []),  # the step's own run serves the others
-    (REDUCED, HERE, {"tied": True, "commits": True}, [Forget()]),
-    (REDUCED, ROLLED_FORWARD, {}, [Adopt(T, 2, lacks=False), AwaitPeers(), Apply()]),
-    (RUNNING, ROLLED_FORWARD, {}, [Adopt(T, 2, lacks=True), AwaitPeers(), Apply()]),
-    (APPLIED, ROLLED_FORWARD, {}, [Adopt(T, 2, lacks=False), AwaitPeers()]),
-    (RUNNING, ROLLED_FORWARD, {"commits": True}, [Adopt(T, 2, True), AwaitPeers(), CommitTogether(T), Apply()]),
-    (REDUCED, ADOPTED_ELSEWHERE, {"commits": True}, [CommitTogether(T), Apply()]),
-    (REDUCED, ADOPTED_ELSEWHERE, {}, [Apply()]),
-    (RUNNING, ADOPTED_AHEAD, {}, [Adopt(T, 2, lacks=True), AwaitPeers()]),
-    (RUNNING, ADOPTED_AHEAD, {"tied": True, "commits": True}, [Adopt(T, 2, True), AwaitPeers(), Forget()]),
-    (REDUCED, LATE, {}, [Apply(), Adopt(T + 1, 2, lacks=True), AwaitPeers()]),
-    (RUNNING, HERE, {"donors": {2: 0, 4: 0, 5: 3}}, [Give((2, 4))]),
-    ((-1, False), HERE, {"donors": {0: 2}}, [Take(2)]),
+    (REDUCED, HERE, {"tied": True, "commits": True}, [r.Forget()]),
+    (REDUCED, ROLLED_FORWARD, {}, [r.Adopt(T, 2, lacks=False), r.AwaitPeers(), r.Apply()]),
+    (RUNNING, ROLLED_FORWARD, {}, [r.Adopt(T, 2, lacks=True), r.AwaitPeers(), r.Apply()]),
+    (APPLIED, ROLLED_FORWARD, {}, [r.Adopt(T, 2, lacks=False), r.AwaitPeers()]),
+    (RUNNING, ROLLED_FORWARD, {"commits": True}, [r.Adopt(T, 2, True), r.AwaitPeers(), r.CommitTogether(T), r.Apply()]),
+    (REDUCED, ADOPTED_ELSEWHERE, {"commits": True}, [r.CommitTogether(T), r.Apply()]),
+    (REDUCED, ADOPTED_ELSEWHERE, {}, [r.Apply()]),
+    (RUNNING, ADOPTED_AHEAD, {}, [r.Adopt(T, 2, lacks=True), r.AwaitPeers()]),
+    (RUNNING, ADOPTED_AHEAD, {"tied": True, "commits": True}, [r.Adopt(T, 2, True), r.AwaitPeers(), r.Forget()]),
+    (REDUCED, LATE, {}, [r.Apply(), r.Adopt(T + 1, 2, lacks=True), r.AwaitPeers()]),
+    (RUNNING, HERE, {"donors": {2: 0, 4: 0, 5: 3}}, [r.Give((2, 4))]),
+    ((-1, False), HERE, {"donors": {0: 2}}, [r.Take(2)]),
 ])  # fmt: skip
 def test_actions_of_a_worker_in_a_recovery(status, decision, options, expected):
     arguments = {"donors": {}, "commits": False, "tied": False, **options}
-    assert actions(0, WorkerStatus(0, *status), decision, **arguments) == tuple(expected)
+    assert r.actions(0, WorkerStatus(0, *status), decision, **arguments) == tuple(expected)
 
 
 @pytest.mark.parametrize(("decision", "options", "expected"), [
-    (AHEAD, {}, [Serve(T)]),  # it stays speculative
-    (AHEAD, {"confirmed": True}, [Confirm(T), Serve(T)]),
-    (Decision(T + 1, frozenset(), ()), {}, [Confirm(T)]),
-    (ROLLED_FORWARD, {}, [Confirm(T), Adopt(T, 2, lacks=False), AwaitPeers()]),
-    (Decision(T + 1, frozenset(), ()), {"donors": {2: 0}}, [Confirm(T), Give((2,))]),
+    (AHEAD, {}, [r.Serve(T)]),  # it stays speculative
+    (AHEAD, {"confirmed": True}, [r.Confirm(T), r.Serve(T)]),
+    (Decision(T + 1, frozenset(), ()), {}, [r.Confirm(T)]),
+    (ROLLED_FORWARD, {}, [r.Confirm(T), r.Adopt(T, 2, lacks=False), r.AwaitPeers()]),
+    (Decision(T + 1, frozenset(), ()), {"donors": {2: 0}}, [r.Confirm(T), r.Give((2,))]),
 ])  # fmt: skip
 def test_a_speculative_step_is_confirmed_first_if_the_step_is_committed_or_all_contributions_to_it_are_known(
     decision, options, expected
@@ -206,24 +192,24 @@ def test_a_speculative_step_is_confirmed_first_if_the_step_is_committed_or_all_c
     arguments = {"donors": {}, "commits": False, "tied": False, **options}
     status = WorkerStatus(0, T + 1, False, speculative=True)
     assert status.commit_step == T
-    assert actions(0, status, decision, **arguments) == tuple(expected)
+    assert r.actions(0, status, decision, **arguments) == tuple(expected)
 
 
 def test_a_worker_never_applies_a_gradient_that_it_lacks():
     with pytest.raises(ReCycleError, match="worker 0 is to apply step 5, whose gradient it lacks"):
-        actions(0, WorkerStatus(0, T, False), Decision(T + 1, frozenset(), ()), {}, commits=False, tied=False)
+        r.actions(0, WorkerStatus(0, T, False), Decision(T + 1, frozenset(), ()), {}, commits=False, tied=False)
 
 
 @pytest.mark.parametrize(("version", "reduced", "expected"), [
-    (T, False, Part(computes_weights=True, reduces=True, buffers=T, applies=True, awaits_peers=True)),
-    (T, True, Part(computes_weights=False, reduces=False, buffers=T + 1, applies=True, awaits_peers=True)),
-    (T + 1, False, Part(computes_weights=False, reduces=False, buffers=T + 1, applies=False, awaits_peers=True)),
+    (T, False, r.Part(computes_weights=True, reduces=True, buffers=T, applies=True, awaits_peers=True)),
+    (T, True, r.Part(computes_weights=False, reduces=False, buffers=T + 1, applies=True, awaits_peers=True)),
+    (T + 1, False, r.Part(computes_weights=False, reduces=False, buffers=T + 1, applies=False, awaits_peers=True)),
 ])  # fmt: skip
 def test_what_a_worker_does_of_a_step_leaves_alone_what_is_done(version, reduced, expected):
-    assert part_of(T, version, reduced, idle_peer=True) == expected
+    assert r.part_of(T, version, reduced, idle_peer=True) == expected
 
 
 def test_nobody_goes_back_to_parameters_that_it_has_not_kept():
     statuses = {0: WorkerStatus(0, 5, False, has_shadow=False), 1: WorkerStatus(1, 4, False)}
     with pytest.raises(ReCycleError, match=r"column 0 has applied step 4, .* has not kept the parameters"):
-        decide(statuses)
+        r.decide(statuses)

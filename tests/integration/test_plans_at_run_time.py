@@ -18,21 +18,9 @@ from support.sampling import sampled
 from support.training import committed_steps, exact_fit, failures, fit
 
 from lightning_recycle import ConfigurationError
+from lightning_recycle import planning as p
 from lightning_recycle.callbacks import Fault
 from lightning_recycle.control.plans import plan_provider
-from lightning_recycle.planning import (
-    Grid,
-    HeuristicPlanner,
-    Problem,
-    Profile,
-    Schedule,
-    StageProfile,
-    Worker,
-    heuristic,
-    one_f_one_b,
-    plan,
-    save_profile,
-)
 from lightning_recycle.planning.costs import load_profile
 from lightning_recycle.planning.plan_library import read_plan
 from lightning_recycle.planning.routing import CompactSchedule, Lane, compact, lane_problem
@@ -79,7 +67,7 @@ def sources(run: L.Trainer) -> list[str]:
     return [event.details["plan"] for event in run.strategy.history if event.kind == "resumed"]
 
 
-PAIRS = list(combinations(Grid(3, 2, 4).workers(), 2))
+PAIRS = list(combinations(p.Grid(3, 2, 4).workers(), 2))
 
 
 @pytest.fixture(scope="module")
@@ -87,9 +75,9 @@ def offline(tmp_path_factory) -> dict[str, Any]:
     """The strategy's options for a profile, and for a library that ``recycle-plan`` has filled for two failures."""
     folder = tmp_path_factory.mktemp("offline")
     forward, backward, weight, reduce, step = 0.002, 0.002, 0.001, 0.0005, 0.001
-    first = StageProfile(forward, backward, weight, reduce, step, activation_bytes=1000, output_bytes=256)
+    first = p.StageProfile(forward, backward, weight, reduce, step, activation_bytes=1000, output_bytes=256)
     stages = (first, replace(first, forward=0.001, backward_weight=0.002))
-    save_profile(folder / "profile.json", Profile(stages, latency=1e-4, bandwidth=1e9, steps=20))
+    p.save_profile(folder / "profile.json", p.Profile(stages, latency=1e-4, bandwidth=1e9, steps=20))
     grid = ["grid.pipelines=3", "grid.stages=2", "grid.microbatches=4"]
     costs = ["costs=profile", "costs.path=profile.json"]
     command = [sys.executable, "-m", "lightning_recycle.commands.plan", *grid, *costs]
@@ -111,11 +99,11 @@ def test_no_plan_is_made_while_any_two_workers_are_lost(offline, one, other):
     assert after.items() >= before.items(), "what was there is used; plans for a third failure may have been added"
 
 
-class OneAtATime(HeuristicPlanner):
+class OneAtATime(p.HeuristicPlanner):
     """The planner at once, so bad that every other one finds better plans."""
 
-    def plan(self, problem: Problem) -> Schedule:
-        alone = heuristic(replace(problem, in_flight_limit=(1,) * problem.grid.stages), effort=0)
+    def plan(self, problem: p.Problem) -> p.Schedule:
+        alone = p.heuristic(replace(problem, in_flight_limit=(1,) * problem.grid.stages), effort=0)
         return replace(alone, problem=problem)
 
 
@@ -126,10 +114,10 @@ class Patient:
     gate: Path
     home: int
 
-    def plan(self, problem: Problem) -> Schedule:
+    def plan(self, problem: p.Problem) -> p.Schedule:
         while os.getpid() != self.home and not self.gate.exists():
             time.sleep(0.01)
-        return heuristic(problem)
+        return p.heuristic(problem)
 
 
 class AwaitBetter(L.Callback):
@@ -166,7 +154,7 @@ def test_after_a_failure_a_users_planner_improves_the_plan_that_was_made_in_need
     assert change.details["gain"] > 0.04
     assert change.generation == 1
     first, second, third = run.strategy.schedules
-    assert second.failed == third.failed == {Worker(fault.pipeline, fault.stage)}
+    assert second.failed == third.failed == {p.Worker(fault.pipeline, fault.stage)}
     peaks = [max(map(schedule.peak_in_flight, schedule.live_workers)) for schedule in (first, second, third)]
     assert peaks[1] == 1 < min(peaks[0], peaks[2]), "before the start the chosen planner is waited for"
     assert len(sources(run)) == 2
@@ -184,14 +172,14 @@ def test_a_damaged_plan_is_reported_and_made_again(tmp_path, caplog):
 class OneByOne:
     """A planner of a user's: 1F1B while nothing fails."""
 
-    def plan(self, problem: Problem) -> Schedule:
-        return plan(problem) if problem.failed else one_f_one_b(problem)
+    def plan(self, problem: p.Problem) -> p.Schedule:
+        return p.plan(problem) if problem.failed else p.one_f_one_b(problem)
 
 
 def test_a_users_planner_is_asked(tmp_path):
     run = exact_fit(Regression().double(), 2, 2, [Fault("kill", 0, 0, step=5)], strategy={"planner": OneByOne()})
     assert not run.strategy.schedules[0].problem.technique.split_backward
-    assert run.strategy.schedules[1].failed == {Worker(0, 0)}
+    assert run.strategy.schedules[1].failed == {p.Worker(0, 0)}
 
 
 @pytest.mark.parametrize(("options", "staggered"), [
@@ -205,11 +193,11 @@ def test_the_plan_is_staggered_only_if_the_steps_are(options, staggered):
     assert run.strategy.schedules[0].problem.technique.staggered is staggered
 
 
-class ByLanes(HeuristicPlanner):
+class ByLanes(p.HeuristicPlanner):
     """Plans as for thousands of workers, however few there are."""
 
-    def plan(self, problem: Problem) -> Schedule:
-        return compact(problem, Lane.of(heuristic(lane_problem(problem))))
+    def plan(self, problem: p.Problem) -> p.Schedule:
+        return compact(problem, Lane.of(p.heuristic(lane_problem(problem))))
 
 
 CODED_KILLS = [

@@ -14,14 +14,7 @@ import lightning as L
 import pytest
 import same_script as same
 import torch
-from lightning.pytorch.callbacks import (
-    BackboneFinetuning,
-    Callback,
-    EMAWeightAveraging,
-    ModelCheckpoint,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
+from lightning.pytorch import callbacks as cb
 from lightning.pytorch.callbacks.finetuning import BaseFinetuning
 from same_script import STEPS_PER_EPOCH, Classifier, Run, Session, assert_same, on_a_grid, on_one_device
 from support.growth import AwaitReplacement, rejoined
@@ -65,20 +58,20 @@ class Averaged(Classifier):
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)}
 
 
-class EveryEpoch(WeightAveraging):
+class EveryEpoch(cb.WeightAveraging):
     """The equally weighted average of the weights after each epoch but the first."""
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         return epoch_idx is not None and epoch_idx >= 1
 
 
-AVERAGING: dict[str, Callable[[], Callback]] = {
-    "WeightAveraging": WeightAveraging,
+AVERAGING: dict[str, Callable[[], cb.Callback]] = {
+    "WeightAveraging": cb.WeightAveraging,
     "WeightAveraging by epoch": EveryEpoch,
-    "EMAWeightAveraging": lambda: EMAWeightAveraging(decay=0.8, update_starting_at_step=2),
-    "EMAWeightAveraging without buffers": lambda: EMAWeightAveraging(decay=0.5, use_buffers=False),
-    "StochasticWeightAveraging": lambda: StochasticWeightAveraging(0.05, swa_epoch_start=2, annealing_epochs=2),
-    "StochasticWeightAveraging linear": lambda: StochasticWeightAveraging(
+    "EMAWeightAveraging": lambda: cb.EMAWeightAveraging(decay=0.8, update_starting_at_step=2),
+    "EMAWeightAveraging without buffers": lambda: cb.EMAWeightAveraging(decay=0.5, use_buffers=False),
+    "StochasticWeightAveraging": lambda: cb.StochasticWeightAveraging(0.05, swa_epoch_start=2, annealing_epochs=2),
+    "StochasticWeightAveraging linear": lambda: cb.StochasticWeightAveraging(
         [0.02], swa_epoch_start=0.5, annealing_strategy="linear", device=None
     ),
 }
@@ -122,7 +115,7 @@ class Later(BaseFinetuning):
             self.unfreeze_and_add_param_group(pl_module.layers[:2], optimizer)
 
 
-class Alternates(Callback):
+class Alternates(cb.Callback):
     """Trains weights in every other step, and biases always; all are in the optimizer."""
 
     def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
@@ -130,12 +123,12 @@ class Alternates(Callback):
             parameter.requires_grad = parameter.dim() == 1 or trainer.global_step % 2 == 0
 
 
-FREEZING: dict[str, tuple[Callable[[], Any], Callable[[], list[Callback]]]] = {
+FREEZING: dict[str, tuple[Callable[[], Any], Callable[[], list[cb.Callback]]]] = {
     "the first stage is frozen": (lambda: Frozen(0, 1, 2), list),
     "the last stage is frozen": (lambda: Frozen(3, 4, 5), list),
     "parts are frozen": (lambda: Frozen(1, 4), list),
     "BaseFinetuning": (Frozen, lambda: [Later()]),
-    "BackboneFinetuning": (Frozen, lambda: [BackboneFinetuning(unfreeze_backbone_at_epoch=1)]),
+    "BackboneFinetuning": (Frozen, lambda: [cb.BackboneFinetuning(unfreeze_backbone_at_epoch=1)]),
     "requires_grad changes": (Frozen, lambda: [Alternates()]),
 }
 SCRIPTS = {**FREEZING, **{name: (Averaged, lambda make=make: [make()]) for name, make in AVERAGING.items()}}
@@ -143,7 +136,7 @@ SCRIPTS = {**FREEZING, **{name: (Averaged, lambda make=make: [make()]) for name,
 # ---------------------------------------------------------------------- runs
 
 
-class Validations(Callback):
+class Validations(cb.Callback):
     """Keeps the validation loss of each epoch, in its state, so that the launching process has it."""
 
     def __init__(self) -> None:
@@ -160,7 +153,7 @@ class Validations(Callback):
 
 
 def training(
-    name: str, *more: Callback, stateful: bool = False, ckpt_path: Path | None = None, **trainer: Any
+    name: str, *more: cb.Callback, stateful: bool = False, ckpt_path: Path | None = None, **trainer: Any
 ) -> same.Script:
     """Trains the module of ``name`` with its callbacks."""
 
@@ -275,17 +268,17 @@ class InRecipes(Frozen):
         return [LayerSpec(nn.Linear, *width) for width in WIDTHS]
 
 
-class CopiesWhatItOwns(Callback):
+class CopiesWhatItOwns(cb.Callback):
     """Fails if the callback that averages has copied more than the layers of the stage."""
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        (averaging,) = (c for c in trainer.callbacks if isinstance(c, WeightAveraging))
+        (averaging,) = (c for c in trainer.callbacks if isinstance(c, cb.WeightAveraging))
         copied = [name for name, _ in averaging._average_model.module.named_parameters()]
         assert copied == [name for name, _ in module.named_parameters()]
         assert len(copied) <= 6  # of 12
 
 
-def with_recipes(*callbacks: Callback, epochs: int) -> same.Script:
+def with_recipes(*callbacks: cb.Callback, epochs: int) -> same.Script:
     def script(session: Session) -> None:
         session.run.module = InRecipes().double()
         trainer = session.trainer(max_epochs=epochs, callbacks=list(callbacks))
@@ -305,7 +298,9 @@ def test_layers_that_are_built_later_are_frozen_too(tmp_path):
 @pytest.mark.long
 def test_no_worker_copies_more_than_its_stage(tmp_path):
     whole, pieces = (
-        on_a_grid(with_recipes(EMAWeightAveraging(decay=0.8), CopiesWhatItOwns(), epochs=2), tmp_path, **grid).weights
+        on_a_grid(
+            with_recipes(cb.EMAWeightAveraging(decay=0.8), CopiesWhatItOwns(), epochs=2), tmp_path, **grid
+        ).weights
         for grid in ({"stages": 2}, {"stages": 3, "num_microbatches": 4})
     )
     assert_same(whole, pieces)
@@ -318,7 +313,7 @@ def test_no_worker_copies_more_than_its_stage(tmp_path):
 def checkpoints_of(name: str, writer: str) -> Path:
     """The checkpoints of a training, of every second step; a sharded one is there consolidated, too."""
     root = Path(tempfile.mkdtemp())
-    saves = ModelCheckpoint(root / "saved", "{step}", every_n_train_steps=2, save_top_k=-1)
+    saves = cb.ModelCheckpoint(root / "saved", "{step}", every_n_train_steps=2, save_top_k=-1)
     script = training(name, saves, stateful=writer.endswith("stateful"), enable_checkpointing=True)
     if writer.startswith("one device"):
         on_one_device(script, root)

@@ -10,21 +10,14 @@ import torch
 from lightning_recycle.control.client import Interrupted
 from lightning_recycle.control.protocol.messages import SaveFailure, SaveStatus
 from lightning_recycle.planning.grid import Grid, Positions
-from lightning_recycle.session.concurrent_checkpoints import (
-    CheckpointBatch,
-    CheckpointBatches,
-    GivenUp,
-    HolderGroup,
-    SaveRequest,
-    StateCopies,
-)
+from lightning_recycle.session import concurrent_checkpoints as cc
 from lightning_recycle.session.configuration import CheckpointOptions, Options
 
 
 def test_a_copy_keeps_the_values_and_what_is_tied():
     weight = torch.nn.Parameter(torch.ones(3))
     groups = [{"lr": 0.1, "betas": (0.9, 0.999)}]
-    copy = StateCopies().take({"weight": weight, "tied": weight.detach(), "groups": groups})
+    copy = cc.StateCopies().take({"weight": weight, "tied": weight.detach(), "groups": groups})
     with torch.no_grad():
         weight.zero_()
     assert copy["weight"].tolist() == [1.0, 1.0, 1.0]
@@ -34,7 +27,7 @@ def test_a_copy_keeps_the_values_and_what_is_tied():
 
 
 def test_a_tensor_is_copied_once_until_it_is_written():
-    weight, copies = torch.ones(3), StateCopies()
+    weight, copies = torch.ones(3), cc.StateCopies()
     first = copies.take({"weight": weight})["weight"]
     assert copies.take({"weight": weight})["weight"] is first
     weight.mul_(2)
@@ -44,10 +37,10 @@ def test_a_tensor_is_copied_once_until_it_is_written():
 
 
 def test_memory_of_an_earlier_boundary_is_used_again_where_it_fits():
-    earlier = StateCopies()
+    earlier = cc.StateCopies()
     old = earlier.take({"weight": torch.ones(3), "bias": torch.ones(2)})
     earlier.forget_originals()
-    new = StateCopies(earlier).take({"weight": torch.full((3,), 5.0), "bias": torch.ones(4)})
+    new = cc.StateCopies(earlier).take({"weight": torch.full((3,), 5.0), "bias": torch.ones(4)})
     assert new["weight"].data_ptr() == old["weight"].data_ptr()
     assert new["weight"].tolist() == [5.0, 5.0, 5.0]
     assert new["bias"].tolist() == [1.0] * 4
@@ -57,7 +50,7 @@ def test_tensors_without_a_version_or_plain_memory_are_copied():
     with torch.inference_mode():
         frozen = torch.ones(2)
     sparse = torch.eye(2).to_sparse()
-    copy = StateCopies().take({"frozen": frozen, "sparse": sparse})
+    copy = cc.StateCopies().take({"frozen": frozen, "sparse": sparse})
     assert copy["frozen"].tolist() == [1.0, 1.0]
     assert copy["sparse"].to_dense().tolist() == [[1.0, 0.0], [0.0, 1.0]]
 
@@ -73,8 +66,8 @@ def test_a_part_whose_receiver_is_lost_is_given_up_wherever_torch_is_in_its_arch
     client: Any = SimpleNamespace(
         rank=0, generation=0, returns=0, send_parcel=lambda *_: None, receive_parcel=take, has_parcel=lambda *_: False
     )
-    group = HolderGroup(client, Positions(Grid(2, 2, 1)), 1, 4, (0, 3), 0)
-    with pytest.raises(GivenUp, match="the worker of rank 3 was lost"):
+    group = cc.HolderGroup(client, Positions(Grid(2, 2, 1)), 1, 4, (0, 3), 0)
+    with pytest.raises(cc.GivenUp, match="the worker of rank 3 was lost"):
         group.send({n: torch.zeros(300_000 + n) for n in range(10)})
 
 
@@ -83,7 +76,7 @@ LARGE = 1 << 20  # elements of four bytes
 
 def test_large_tensors_that_only_step_writes_are_copied_later_by_whoever_comes_first():
     state = {n: torch.full((LARGE,), float(n)) for n in range(8)}
-    copies = StateCopies()
+    copies = cc.StateCopies()
     copy = copies.take(state, ("optimizer",), until_step=True)
     writer = threading.Thread(target=copies.finish)
     writer.start()
@@ -97,22 +90,22 @@ def test_large_tensors_that_only_step_writes_are_copied_later_by_whoever_comes_f
 
 def test_it_is_noticed_when_one_was_written_before_it_was_copied():
     state, small = torch.zeros(LARGE), torch.zeros(3)
-    copies = StateCopies()
+    copies = cc.StateCopies()
     copy = copies.take({"large": state, "small": small}, until_step=True)
     small.add_(1)  # was copied at once
     assert copies.finish()
     assert copy["small"].tolist() == [0.0] * 3
-    copies = StateCopies()
+    copies = cc.StateCopies()
     copies.take({"large": state}, until_step=True)
     state.add_(1)
     assert not copies.finish()
 
 
 def test_where_copies_do_not_fit_they_are_the_tensors_themselves():
-    weight, earlier = torch.ones(4), StateCopies()
+    weight, earlier = torch.ones(4), cc.StateCopies()
     earlier.take({"weight": weight})
     earlier.forget_originals()
-    copies = StateCopies(earlier)
+    copies = cc.StateCopies(earlier)
     assert copies.limit(16, free=0)  # into the memory of the earlier ones
     assert copies.take({"weight": weight})["weight"].data_ptr() != weight.data_ptr()
     assert copies.limit(16, free=0)  # it is there
@@ -136,14 +129,14 @@ class Worker:
         self.discarded: list[str] = []
         context: Any = SimpleNamespace(options=options, collectives=self.collectives, client=self.client)
         actions = {"record": lambda failure, what: self.followed.append((what, failure and failure.text))}
-        self.saves = CheckpointBatches(context, actions, {}, lambda: 0.0, self.failed.extend, self.discarded.append)
+        self.saves = cc.CheckpointBatches(context, actions, {}, lambda: 0.0, self.failed.extend, self.discarded.append)
 
     def ask(self, version: int, *paths: str, waits: bool = False) -> None:
         with self.saves.deferring():
             batch = self.saves.begin(version, waits)
             for path in paths:
                 self.saves.asked(path)
-                batch.requests.append(SaveRequest(path, lambda: None, is_new=True))
+                batch.requests.append(cc.SaveRequest(path, lambda: None, is_new=True))
             self.saves.call_when_known("record", paths)
         self.saves.seal(mid_step=False)
 
@@ -235,7 +228,7 @@ def test_the_leader_names_a_whole_file_whose_writer_was_lost(tmp_path):
         whole.write_text("whole")
         worker = Worker(rank)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(CheckpointBatch, "start", lambda batch: setattr(batch, "is_sealed", True))
+            patch.setattr(cc.CheckpointBatch, "start", lambda batch: setattr(batch, "is_sealed", True))
             worker.ask(4, str(path))
         worker.hear((None,), {0: str(whole)})
         assert path.exists() == (rank == 1)
@@ -247,7 +240,7 @@ def test_the_leader_discards_a_new_file_of_a_batch_that_was_given_up():
     for rank, discarded in ((0, []), (1, ["a.ckpt"])):
         worker = Worker(rank)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(CheckpointBatch, "start", lambda batch: setattr(batch, "is_sealed", True))
+            patch.setattr(cc.CheckpointBatch, "start", lambda batch: setattr(batch, "is_sealed", True))
             worker.ask(4, "a.ckpt")
         worker.hear((SaveFailure("its writer was lost"),))
         assert worker.discarded == discarded
@@ -258,6 +251,6 @@ def test_a_part_of_another_step_is_refused():
     client: Any = SimpleNamespace(
         rank=3, returns=0, send_parcel=lambda *_: None, receive_parcel=lambda rank, *_: parts[rank]
     )
-    group = HolderGroup(client, Positions(Grid(2, 2, 1)), 1, 4, (0, 3), 0)
-    with pytest.raises(GivenUp, match="after 5 steps, and it is to hold 4"):
+    group = cc.HolderGroup(client, Positions(Grid(2, 2, 1)), 1, 4, (0, 3), 0)
+    with pytest.raises(cc.GivenUp, match="after 5 steps, and it is to hold 4"):
         group.gather_all("names", None)
