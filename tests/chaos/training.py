@@ -160,18 +160,12 @@ def trainer_options(recipe: Recipe, directory: Path, checkpoints: Path | None = 
         name = f"best-{{epoch}}-{{{recipe.monitored}:.6f}}"
         callbacks.append(ModelCheckpoint(folder, name, recipe.monitored, save_top_k=2, save_last=True))
     return {
-        "accelerator": "cpu",
-        "max_steps": recipe.steps if not recipe.stops else -1,
-        "max_epochs": -1 if not recipe.stops else _NEVER,
-        "gradient_clip_val": _CLIP_NORM if recipe.clips else None,
-        "callbacks": [*callbacks, FinalCheckpoint(directory)],
-        "logger": CSVLogger(directory, name="csv", version=0),
-        "log_every_n_steps": 1,
-        "enable_checkpointing": recipe.saves,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "default_root_dir": directory,
-    }
+        "accelerator": "cpu", "max_steps": recipe.steps if not recipe.stops else -1,
+        "max_epochs": -1 if not recipe.stops else _NEVER, "gradient_clip_val": _CLIP_NORM if recipe.clips else None,
+        "callbacks": [*callbacks, FinalCheckpoint(directory)], "logger": CSVLogger(directory, name="csv", version=0),
+        "log_every_n_steps": 1, "enable_checkpointing": recipe.saves, "enable_progress_bar": False,
+        "enable_model_summary": False, "default_root_dir": directory,
+    }  # fmt: skip
 
 
 def grid_trainer(

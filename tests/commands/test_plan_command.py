@@ -74,19 +74,10 @@ def test_a_reader_that_has_seen_enough_ends_the_command_without_a_traceback(comm
 def test_costs_memory_and_technique_reach_the_plan(tmp_path):
     (tmp_path / "out").mkdir()
     plan(
-        tmp_path,
-        "grid.pipelines=2",
-        "grid.stages=2",
-        "grid.microbatches=3",
-        "costs.forward=[1.0,1.5]",
-        "costs.backward_weight=0.5",
-        "costs.communication=0.25",
-        "memory.in_flight=[3,2]",
-        "technique.staggered=false",
-        "failures=[[0,0]]",
-        "output=out/mine.json",
-        "picture=null",
-    )
+        tmp_path, "grid.pipelines=2", "grid.stages=2", "grid.microbatches=3", "costs.forward=[1.0,1.5]",
+        "costs.backward_weight=0.5", "costs.communication=0.25", "memory.in_flight=[3,2]", "technique.staggered=false",
+        "failures=[[0,0]]", "output=out/mine.json", "picture=null",
+    )  # fmt: skip
     problem = p.load_plan(tmp_path / "out" / "mine.json").schedule.problem
     assert problem.grid == p.Grid(2, 2, 3)
     assert problem.costs.forward == (1.0, 1.5)

@@ -48,35 +48,19 @@ from lightning_recycle.control.protocol.membership import objection
 from lightning_recycle.planning.grid import Grid
 
 GRIDS = [
-    *[Grid(2, 2, 1)] * 4,
-    *[Grid(2, 1, 1)] * 2,
-    Grid(3, 1, 2),
-    Grid(2, 2, 2),
-    Grid(3, 2, 1),
-    Grid(2, 3, 1),
-    Grid(1, 2, 1),
-    Grid(3, 3, 1),
-]
+    *[Grid(2, 2, 1)] * 4, *[Grid(2, 1, 1)] * 2, Grid(3, 1, 2), Grid(2, 2, 2), Grid(3, 2, 1), Grid(2, 3, 1),
+    Grid(1, 2, 1), Grid(3, 3, 1),
+]  # fmt: skip
 GRIDS_OF_MEMBERS = [
-    *[Grid(2, 1, 1)] * 3,
-    *[Grid(2, 2, 1)] * 3,
-    *[Grid(3, 1, 1)] * 2,
-    Grid(3, 2, 1),
-    Grid(2, 2, 2),
-    Grid(2, 3, 1),
+    *[Grid(2, 1, 1)] * 3, *[Grid(2, 2, 1)] * 3, *[Grid(3, 1, 1)] * 2, Grid(3, 2, 1), Grid(2, 2, 2), Grid(2, 3, 1),
     Grid(4, 1, 1),
-]
+]  # fmt: skip
 """Where positions have several members."""
 
 GRIDS_OF_LANES = [
-    *[Grid(1, 2, 3, 3)] * 2,
-    *[Grid(2, 2, 2, 3)] * 2,
-    Grid(1, 1, 2, 2),
-    Grid(1, 1, 3, 3),
-    Grid(2, 1, 2, 4),
-    Grid(1, 3, 2, 2),
-    Grid(2, 1, 1, 2),
-]
+    *[Grid(1, 2, 3, 3)] * 2, *[Grid(2, 2, 2, 3)] * 2, Grid(1, 1, 2, 2), Grid(1, 1, 3, 3), Grid(2, 1, 2, 4),
+    Grid(1, 3, 2, 2), Grid(2, 1, 1, 2),
+]  # fmt: skip
 """With more lanes than pipelines."""
 
 FAULTS_END = 1.2  # seconds, after which there is no new fault

@@ -264,13 +264,9 @@ _PEACEFUL = ("resumed", "regrouped", "step")
 def seeded(examples: int) -> settings:
     """So many examples, the same each time; a failure is not made smaller, as that would take as long again."""
     return settings(
-        max_examples=examples,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        phases=[Phase.generate],
+        max_examples=examples, deadline=None, derandomize=True, database=None, phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
-    )
+    )  # fmt: skip
 
 
 def attack(plane: ControlPlane, examples: int) -> None:

@@ -25,14 +25,9 @@ FAILED = frozenset({p.Worker(1, 0)})
 
 def footprint(**changes: int) -> Footprint:
     sizes = {
-        "capacity": 10_000,
-        "overhead": 0,
-        "fixed": 100,
-        "messages": 0,
-        "after_forward": 100,
-        "after_backward": 60,
+        "capacity": 10_000, "overhead": 0, "fixed": 100, "messages": 0, "after_forward": 100, "after_backward": 60,
         "checkpoint": 100,
-    }
+    }  # fmt: skip
     return Footprint("a", **{**sizes, **changes})
 
 

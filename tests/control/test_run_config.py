@@ -20,25 +20,13 @@ from lightning_recycle.planning.grid import Grid
 
 WANTS = RunRequest("fit", Grid(2, 2, 6), microbatches_given=True)
 OTHERS: dict[str, Any] = {
-    "planning.planner": "cbc",
-    "planning.split_backward": False,
-    "planning.staggered": False,
-    "planning.memory": "3 micro-batches",
-    "planning.activation_checkpointing": "never",
-    "recovery.rebalance": "never",
-    "recovery.start_timeout": 30.0,
-    "recovery.min_pipelines": 1,
-    "recovery.machine_error_retries": 0,
-    "verification.on_corruption": "raise",
-    "verification.checksum_every": 7,
-    "verification.verify": 0.01,
-    "heartbeat.timeout": 2.0,
-    "heartbeat.last_holder_timeout": 60.0,
-    "heartbeat.coordinator_timeout": 20.0,
-    "monitor.threshold": 0.1,
-    "monitor.window": 10,
-    "monitor.horizon_steps": 100,
-}
+    "planning.planner": "cbc", "planning.split_backward": False, "planning.staggered": False,
+    "planning.memory": "3 micro-batches", "planning.activation_checkpointing": "never", "recovery.rebalance": "never",
+    "recovery.start_timeout": 30.0, "recovery.min_pipelines": 1, "recovery.machine_error_retries": 0,
+    "verification.on_corruption": "raise", "verification.checksum_every": 7, "verification.verify": 0.01,
+    "heartbeat.timeout": 2.0, "heartbeat.last_holder_timeout": 60.0, "heartbeat.coordinator_timeout": 20.0,
+    "monitor.threshold": 0.1, "monitor.window": 10, "monitor.horizon_steps": 100,
+}  # fmt: skip
 """Another value of everything that a script may want, besides the grid and the entry point."""
 
 

@@ -91,17 +91,10 @@ class Job:
             (programs / name).write_text(text)
             (programs / name).chmod(0o755)
         self._environment = {
-            **os.environ,
-            "PATH": f"{programs}:{os.environ['PATH']}",
-            "RECYCLE_KEY": "a secret of 16 bytes or more",
-            "OMP_NUM_THREADS": "1",
-            "SLURM_JOB_ID": "7",
-            "SLURM_JOB_NAME": "train",
-            "SLURM_NTASKS": "4",
-            "SLURM_NTASKS_PER_NODE": "2",
-            "SLURM_NNODES": "2",
-            **variables,
-        }
+            **os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "RECYCLE_KEY": "a secret of 16 bytes or more",
+            "OMP_NUM_THREADS": "1", "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "4",
+            "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "2", **variables,
+        }  # fmt: skip
 
     def start(self, *arguments: str, **environment: str) -> None:
         command = [*COORDINATOR, "--listen", "127.0.0.1:0"]

@@ -13,14 +13,9 @@ from lightning_recycle.engines.slurm import Meeting, SlurmTask, own_address, tas
 from lightning_recycle.errors import ConfigurationError
 
 STEP = {
-    "SLURM_JOB_ID": "12345",
-    "SLURM_STEP_ID": "2",
-    "SLURM_PROCID": "3",
-    "SLURM_STEP_NUM_TASKS": "8",
-    "SLURMD_NODENAME": "node[7]",
-    "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1",
-    "SLURM_SUBMIT_DIR": "/home/user",
-}
+    "SLURM_JOB_ID": "12345", "SLURM_STEP_ID": "2", "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8",
+    "SLURMD_NODENAME": "node[7]", "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1", "SLURM_SUBMIT_DIR": "/home/user",
+}  # fmt: skip
 
 
 def task(folder: Path, rank: int = 0, count: int = 1) -> SlurmTask:

@@ -54,15 +54,10 @@ class Job:
     ) -> None:
         self.slurm, self.folder = slurm, folder
         script = SCRIPT.format(
-            nodes=nodes,
-            tasks=4 // nodes,
-            python=sys.executable,
-            training=HERE / "slurm_training.py",
-            folder=folder / ("run-$SLURM_ARRAY_TASK_ID" if "--array=1-2" in options else "run"),
-            steps=STEPS,
-            pace=pace,
+            nodes=nodes, tasks=4 // nodes, python=sys.executable, training=HERE / "slurm_training.py",
+            folder=folder / ("run-$SLURM_ARRAY_TASK_ID" if "--array=1-2" in options else "run"), steps=STEPS, pace=pace,
             arguments=" ".join(arguments),
-        )
+        )  # fmt: skip
         (folder / "job.sh").write_text(script)
         self.number = slurm.submit(
             folder / "job.sh", "--output=%j.log", "--open-mode=append", *options, environment={"OMP_NUM_THREADS": "1"}

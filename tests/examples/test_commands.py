@@ -126,18 +126,10 @@ def test_demo_ends_with_a_comparison_and_opens_nothing_it_did_not_write(tmp_path
     system = ["/usr", "/lib", "/etc", "/proc", "/sys", "/dev"]
     trusted = [os.path.realpath(path) for path in (*installation, *system, recorder)]
     out = run(
-        work,
-        "train_gpt.py",
-        "experiment=demo",
-        "trainer.max_steps=16",
-        QUIET,
-        *SMALL_GPT,
-        HOME=str(home),
-        TMPDIR=str(home),
-        PYTHONPATH=str(recorder),
-        RECORD_TRUSTED=os.pathsep.join(trusted),
+        work, "train_gpt.py", "experiment=demo", "trainer.max_steps=16", QUIET, *SMALL_GPT, HOME=str(home),
+        TMPDIR=str(home), PYTHONPATH=str(recorder), RECORD_TRUSTED=os.pathsep.join(trusted),
         RECORD_LOG=str(tmp_path / "log"),
-    )
+    )  # fmt: skip
     table = out[out.rindex("What the failure costs") :]
     cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in table.splitlines() if line.startswith("│")]
     found = {row[0]: row[1:] for row in cells}

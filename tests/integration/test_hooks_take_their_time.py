@@ -116,17 +116,9 @@ def test_no_code_of_the_users_around_an_operation_runs_within_one_that_has_a_usu
     """Through a validation, checkpoints, the leader's death, a recovery and a rejoin."""
     callbacks = [TellLogger(), CheckedCallback(), ModelCheckpoint(tmp_path, every_n_train_steps=3)]
     run = fit(
-        CheckedModel().double(),
-        2,
-        2,
-        [Fault("kill", 0, 1, 4)],
-        callbacks=[*callbacks, AwaitReplacement([8])],
-        val=DataLoader(dataset(24), batch_size=12),
-        val_check_interval=5,
-        enable_checkpointing=True,
-        logger=CheckedLogger(tmp_path),
-        log_every_n_steps=1,
-        strategy={"max_restarts": 10},
-    )
+        CheckedModel().double(), 2, 2, [Fault("kill", 0, 1, 4)], callbacks=[*callbacks, AwaitReplacement([8])],
+        val=DataLoader(dataset(24), batch_size=12), val_check_interval=5, enable_checkpointing=True,
+        logger=CheckedLogger(tmp_path), log_every_n_steps=1, strategy={"max_restarts": 10},
+    )  # fmt: skip
     assert failures(run) == rejoined(run) == [(0, 1)]
     assert run.global_step == 10

@@ -76,14 +76,10 @@ def check(regroupings: int, tmp_path: Path, pipelines: int = 2) -> None:
     deaths = (regroupings + 1) // 2
     steps = (LAST_STEP + 2) * deaths + 6
     run = exact_fit(
-        Regression().double(),
-        pipelines,
-        2,
-        data=dataset(GLOBAL_BATCH * steps),
-        max_steps=steps,
+        Regression().double(), pipelines, 2, data=dataset(GLOBAL_BATCH * steps), max_steps=steps,
         strategy={"max_restarts": deaths},
         callbacks=[AwaitReplacement(range(2, steps), pace=0), DieAgain(2, deaths), Census(tmp_path)],
-    )
+    )  # fmt: skip
     assert rejoined(run) == [(1, 0)] * deaths
     assert max(event.generation for event in happened(run, "resumed")) >= regroupings
     processes = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]

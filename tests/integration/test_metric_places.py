@@ -69,17 +69,11 @@ class Model(L.LightningModule):
     def places(self) -> Mapping[str, Any]:
         keeper = next(c for c in self.trainer.callbacks if isinstance(c, Keeper))
         return {
-            "attribute": self.attribute,
-            "list": self.list[0],
-            "dict": self.dict["mae"],
-            "nested": self.nested["train"][0][0],
-            "object": self.holder.metric,
-            "dataclass": self.record.metrics["mae"],
-            "collection": self.collections[0],
-            "made in a hook": self.made[-1],
-            "callback": keeper.metrics[0],
+            "attribute": self.attribute, "list": self.list[0], "dict": self.dict["mae"],
+            "nested": self.nested["train"][0][0], "object": self.holder.metric, "dataclass": self.record.metrics["mae"],
+            "collection": self.collections[0], "made in a hook": self.made[-1], "callback": keeper.metrics[0],
             "data module": self.trainer.datamodule.metrics[0],
-        }
+        }  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x)

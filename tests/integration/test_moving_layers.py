@@ -160,15 +160,11 @@ def test_computations_are_checked_after_layers_have_moved(sizes, culprit, every)
 def test_a_worker_that_joins_gets_the_layers_of_its_stage():
     """It was started with those of the beginning."""
     run = exact_fit(
-        Scheduled().double(),
-        2,
-        3,
-        [Fault("kill", 0, 1, step=4), Fault("kill", 1, 0, step=9)],
-        dataset(GLOBAL_BATCH * 16),
-        max_steps=16,
+        Scheduled().double(), 2, 3, [Fault("kill", 0, 1, step=4), Fault("kill", 1, 0, step=9)],
+        dataset(GLOBAL_BATCH * 16), max_steps=16,
         callbacks=[Move({**SHARED, 13: (1, 2.3, 2.7)}), AwaitReplacement([7, 12])],
         strategy={**STAY, "max_restarts": 10},
-    )
+    )  # fmt: skip
     assert moves(run) == [(0, 2.4, 4.5, 6), (0, 1, 3.3, 6)]
     assert len(happened(run, "rejoined")) == 2
 

@@ -169,14 +169,10 @@ class GraphDiary(L.Callback):
 def test_who_joins_holds_what_its_peers_hold(tmp_path):
     (tmp_path / "states").mkdir()
     callbacks = [
-        AwaitReplacement([7]),
-        EarlyStopping("error", patience=10),
-        ModelCheckpoint(monitor="error", save_top_k=2, save_last=True, every_n_train_steps=3),
-        LearningRateMonitor(),
-        Timer(),
-        Counting(),
-        GraphDiary(tmp_path / "states"),
-    ]
+        AwaitReplacement([7]), EarlyStopping("error", patience=10),
+        ModelCheckpoint(monitor="error", save_top_k=2, save_last=True, every_n_train_steps=3), LearningRateMonitor(),
+        Timer(), Counting(), GraphDiary(tmp_path / "states"),
+    ]  # fmt: skip
     run = fit(
         Rich().double(),
         2,

@@ -53,13 +53,9 @@ class TransformerBlock(nn.Module):
 
 
 TENSOR_PARALLEL = {
-    "attention.query": ColwiseParallel(),
-    "attention.key": ColwiseParallel(),
-    "attention.value": ColwiseParallel(),
-    "attention.output": RowwiseParallel(),
-    "up": ColwiseParallel(),
-    "down": RowwiseParallel(),
-}
+    "attention.query": ColwiseParallel(), "attention.key": ColwiseParallel(), "attention.value": ColwiseParallel(),
+    "attention.output": RowwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel(),
+}  # fmt: skip
 SEQUENCE_PARALLEL = {
     **TENSOR_PARALLEL,
     "norm1": SequenceParallel(),

@@ -228,14 +228,9 @@ def test_a_loss_may_use_a_shared_layer():
 def test_a_loss_that_begins_to_use_a_shared_layer_is_an_error_and_not_another_result():
     with pytest.raises(UnsupportedFeatureError, match="that two stages share got a gradient"):
         fit(
-            UsesALayerInItsLoss(later=2).double(),
-            2,
-            2,
-            data=dataset(GLOBAL_BATCH * MANY_STEPS),
-            max_steps=MANY_STEPS,
-            callbacks=[Move({1: (2.75, 3.25)})],
-            strategy={**STAY, "split_backward": True},
-        )
+            UsesALayerInItsLoss(later=2).double(), 2, 2, data=dataset(GLOBAL_BATCH * MANY_STEPS), max_steps=MANY_STEPS,
+            callbacks=[Move({1: (2.75, 3.25)})], strategy={**STAY, "split_backward": True},
+        )  # fmt: skip
 
 
 class CountsSums(Callback):

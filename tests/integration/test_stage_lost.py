@@ -106,15 +106,9 @@ def test_all_processes_are_killed_at_once_and_the_same_grid_starts_again(pipelin
 
     with Meanwhile(pids, kill_all):
         run = exact_fit(
-            Regression().double(),
-            pipelines,
-            2,
-            data=DATA,
-            max_steps=LENGTH,
-            strategy={"on_stage_lost": "restart"},
-            callbacks=[*marks, checkpoints],
-            enable_checkpointing=True,
-        )
+            Regression().double(), pipelines, 2, data=DATA, max_steps=LENGTH, strategy={"on_stage_lost": "restart"},
+            callbacks=[*marks, checkpoints], enable_checkpointing=True,
+        )  # fmt: skip
     (lost,) = happened(run, "stage_lost")
     after = run.strategy.history[run.strategy.history.index(lost) + 1 :]
     first, *_, last = [event.step for event in after if event.kind == "step"]
@@ -144,15 +138,10 @@ def test_a_loss_that_comes_back_without_a_newer_checkpoint_ends_the_run(max_rest
     checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1, filename="{step}")
     with pytest.raises(StageLostError, match=why):
         fit(
-            Regression().double(),
-            1,
-            2,
-            data=DATA,
-            max_steps=LENGTH,
+            Regression().double(), 1, 2, data=DATA, max_steps=LENGTH,
             strategy={"on_stage_lost": "restart", "max_restarts": max_restarts},
-            callbacks=[Dies(tmp_path), checkpoints],
-            enable_checkpointing=True,
-        )
+            callbacks=[Dies(tmp_path), checkpoints], enable_checkpointing=True,
+        )  # fmt: skip
     assert len(list(tmp_path.glob("died-*"))) == 3
 
 

@@ -31,15 +31,10 @@ def test_weights_equal_after_kills_that_find_their_connections_prepared():
 def test_a_replacement_gets_its_state_from_device_to_device():
     """One of the first stage, and one of the last; the second donor may have joined itself."""
     run = exact_fit(
-        Joined().double(),
-        2,
-        2,
+        Joined().double(), 2, 2,
         [Fault("kill", pipeline=1, stage=0, step=3), Fault("kill", pipeline=0, stage=1, step=8)],
-        dataset(GLOBAL_BATCH * 14),
-        strategy={"max_restarts": 10},
-        callbacks=[AwaitReplacement([7, 12])],
-        max_steps=14,
-    )
+        dataset(GLOBAL_BATCH * 14), strategy={"max_restarts": 10}, callbacks=[AwaitReplacement([7, 12])], max_steps=14,
+    )  # fmt: skip
     assert sorted(rejoined(run)) == [(0, 1), (1, 0)]
 
 

@@ -152,15 +152,9 @@ def test_what_is_left_in_objects_comes_home_into_the_same_objects():
         assert scales.memory is memory
         make(callbacks=[Levels(dataset)], max_epochs=EPOCHS).fit(Plain(), loader)
         found[devices] = {
-            "alpha": model.alpha,
-            "damp": model.net[1].p,
-            "bank": model.bank.tolist(),
-            "epochs": memory.epochs,
-            "rate": data.rate,
-            "level": data.train.level,
-            "given level": dataset.level,
-            "drawn": list(sampler),
-        }
+            "alpha": model.alpha, "damp": model.net[1].p, "bank": model.bank.tolist(), "epochs": memory.epochs,
+            "rate": data.rate, "level": data.train.level, "given level": dataset.level, "drawn": list(sampler),
+        }  # fmt: skip
     assert found[2] == found[1]
     assert found[2]["given level"] == 4.0
 

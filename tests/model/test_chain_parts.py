@@ -311,15 +311,11 @@ def stages_of(model: Model, num_stages: int, partition: Any = "count", pipeline:
         cut = parts.cut(num_stages, partition)
         parts.keep(cut, index)
         stage = Stage(
-            parts.modules("training", cut[index], NoRecorder()),
-            cut[index].start,
-            SEED,
-            CPU,
+            parts.modules("training", cut[index], NoRecorder()), cut[index].start, SEED, CPU,
             loss=parts.loss if index == num_stages - 1 else None,
-            evaluation_layers=parts.modules("evaluation", cut[index], NoRecorder()),
-            loss_name=parts.loss_name,
+            evaluation_layers=parts.modules("evaluation", cut[index], NoRecorder()), loss_name=parts.loss_name,
             takes_target=parts.takes_target,
-        )
+        )  # fmt: skip
         found.append((parts, stage))
     return found
 

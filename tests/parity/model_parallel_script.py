@@ -77,17 +77,12 @@ OUTER: dict[str, Any] = {
 }
 BLOCK: dict[str, Any] = {
     "attention": tp.PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
-    "attention.wq": tp.ColwiseParallel(),
-    "attention.wk": tp.ColwiseParallel(),
-    "attention.wv": tp.ColwiseParallel(),
-    "attention.wo": tp.RowwiseParallel(output_layouts=Shard(1)),
-    "attention_norm": tp.SequenceParallel(),
+    "attention.wq": tp.ColwiseParallel(), "attention.wk": tp.ColwiseParallel(), "attention.wv": tp.ColwiseParallel(),
+    "attention.wo": tp.RowwiseParallel(output_layouts=Shard(1)), "attention_norm": tp.SequenceParallel(),
     "feed_forward": tp.PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
-    "feed_forward.w1": tp.ColwiseParallel(),
-    "feed_forward.w2": tp.RowwiseParallel(output_layouts=Shard(1)),
-    "feed_forward.w3": tp.ColwiseParallel(),
-    "ffn_norm": tp.SequenceParallel(),
-}
+    "feed_forward.w1": tp.ColwiseParallel(), "feed_forward.w2": tp.RowwiseParallel(output_layouts=Shard(1)),
+    "feed_forward.w3": tp.ColwiseParallel(), "ffn_norm": tp.SequenceParallel(),
+}  # fmt: skip
 
 
 class Llama(L.LightningModule):
@@ -167,16 +162,10 @@ def main() -> None:
     L.seed_everything(1)
     keep = L.pytorch.callbacks.ModelCheckpoint(output, "{step}", save_top_k=-1, every_n_train_steps=10)
     trainer = L.Trainer(
-        accelerator="cpu",
-        devices=data_parallel * tensor_parallel,
-        strategy=strategies[name](),
-        max_steps=int(steps),
-        callbacks=[keep],
-        use_distributed_sampler=name == "recycle",
-        logger=False,
-        enable_progress_bar=False,
+        accelerator="cpu", devices=data_parallel * tensor_parallel, strategy=strategies[name](), max_steps=int(steps),
+        callbacks=[keep], use_distributed_sampler=name == "recycle", logger=False, enable_progress_bar=False,
         enable_model_summary=False,
-    )
+    )  # fmt: skip
     trainer.fit(Llama(8 // data_parallel), ckpt_path=options.get("resume"))
 
 

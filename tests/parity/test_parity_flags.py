@@ -134,13 +134,9 @@ INTERVAL = 0.25  # seconds
 
 def validated_by_the_clock(session: same.Session) -> None:
     session.fit(
-        same.Classifier(),
-        validates=True,
-        val_check_interval={"seconds": INTERVAL},
-        check_val_every_n_epoch=None,
-        max_steps=8,
-        callbacks=[Slow(), session.diary()],
-    )
+        same.Classifier(), validates=True, val_check_interval={"seconds": INTERVAL}, check_val_every_n_epoch=None,
+        max_steps=8, callbacks=[Slow(), session.diary()],
+    )  # fmt: skip
 
 
 def test_a_val_check_interval_in_seconds_validates_on_all_workers_at_the_same_step(tmp_path):

@@ -39,14 +39,10 @@ class Ordinary(L.LightningModule):
 
     def returned(self, loss: Tensor, output: Tensor, y: Tensor) -> dict[str, Any]:
         return {
-            "loss": loss,
-            "y": y.clone(),
-            "rows": output,
-            "two per sample": output.view(-1, 2),
+            "loss": loss, "y": y.clone(), "rows": output, "two per sample": output.view(-1, 2),
             "nested": [{"error": e, "y": t} for e, t in zip((output - y).abs().mean(1), y, strict=True)],
-            "answer": Answer(output.argmax(1), [f"{float(t[0]):.12f}" for t in y]),
-            "mean": output.mean(),
-        }
+            "answer": Answer(output.argmax(1), [f"{float(t[0]):.12f}" for t in y]), "mean": output.mean(),
+        }  # fmt: skip
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         assert torch.equal(outputs["y"], batch[1])

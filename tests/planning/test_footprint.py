@@ -12,14 +12,9 @@ GRID = Grid(2, 2, 3)
 
 def footprint(place: str = "a", **changes: int) -> Footprint:
     sizes = {
-        "capacity": 1000,
-        "overhead": 10,
-        "fixed": 100,
-        "messages": 5,
-        "after_forward": 20,
-        "after_backward": 30,
+        "capacity": 1000, "overhead": 10, "fixed": 100, "messages": 5, "after_forward": 20, "after_backward": 30,
         "checkpoint": 4,
-    }
+    }  # fmt: skip
     return Footprint(place, **{**sizes, **changes})
 
 

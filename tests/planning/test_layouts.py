@@ -45,16 +45,10 @@ def situations(draw: st.DrawFn) -> tuple[p.Problem, layer_cuts.LayerCosts, tuple
     seconds = [0.1, 0.5, 1.0, 3.0]
     limit = draw(st.sampled_from([None, 20.0, 40.0]))
     layers = layer_cuts.LayerCosts(
-        each(seconds),
-        each(seconds),
-        each(seconds),
-        reduce=each([0.0, 0.3]),
-        output_bytes=each([0.0, 1.0]),
-        held_bytes=each([0.5, 1.0]),
-        parameter_bytes=each([0.0, 1.0, 2.0]),
-        memory_limit=limit,
+        each(seconds), each(seconds), each(seconds), reduce=each([0.0, 0.3]), output_bytes=each([0.0, 1.0]),
+        held_bytes=each([0.5, 1.0]), parameter_bytes=each([0.0, 1.0, 2.0]), memory_limit=limit,
         bandwidth=draw(st.sampled_from([0.0, 10.0])),
-    )
+    )  # fmt: skip
     inner = (
         draw(st.sets(st.integers(1, count - 1), min_size=grid.stages - 1, max_size=grid.stages - 1))
         if count > 1
@@ -73,14 +67,9 @@ def situations(draw: st.DrawFn) -> tuple[p.Problem, layer_cuts.LayerCosts, tuple
     technique = p.Technique(draw(st.booleans()), draw(st.booleans()))
     in_flight = draw(st.none() | st.just((grid.stages,) * grid.stages))
     problem = p.Problem(
-        grid,
-        layers.costs(cuts, split_backward=technique.split_backward),
-        frozenset(failed),
-        technique,
-        in_flight,
-        slow,
-        layers.memory(cuts) if draw(st.booleans()) else None,
-    )
+        grid, layers.costs(cuts, split_backward=technique.split_backward), frozenset(failed), technique, in_flight,
+        slow, layers.memory(cuts) if draw(st.booleans()) else None,
+    )  # fmt: skip
     return problem, layers, cuts
 
 

@@ -19,13 +19,9 @@ CUTS = (0, 2.25, 4.6, 7)
 
 def layers(**more: object) -> LayerCosts:
     return LayerCosts(
-        forward=(1.0, 1.2, 0.8, 1.0, 1.1, 0.9, 1.0),
-        backward_input=(1.1,) * 7,
-        backward_weight=(0.9,) * 7,
-        reduce=(0.3,) * 7,
-        optimizer=(0.1,) * 7,
-        **more,
-    )
+        forward=(1.0, 1.2, 0.8, 1.0, 1.1, 0.9, 1.0), backward_input=(1.1,) * 7, backward_weight=(0.9,) * 7,
+        reduce=(0.3,) * 7, optimizer=(0.1,) * 7, **more,
+    )  # fmt: skip
 
 
 def own_seconds(costs: LayerCosts, grid: Grid, kind: OpKind, stage: int, number: int) -> float:

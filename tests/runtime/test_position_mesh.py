@@ -275,18 +275,11 @@ def test_members_exchange_numbers_and_bytes_in_one_collective_if_there_are_no_mo
 
 
 OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
-    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
-    (torch.optim.Adam, {"amsgrad": True}),
-    (torch.optim.AdamW, {}),
-    (torch.optim.AdamW, {"foreach": True}),
-    (torch.optim.RMSprop, {"momentum": 0.5, "centered": True}),
-    (torch.optim.Adagrad, {}),
-    (torch.optim.Adadelta, {}),
-    (torch.optim.Adamax, {}),
-    (torch.optim.NAdam, {}),
-    (torch.optim.RAdam, {}),
-    (torch.optim.ASGD, {}),
-]
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}), (torch.optim.Adam, {"amsgrad": True}),
+    (torch.optim.AdamW, {}), (torch.optim.AdamW, {"foreach": True}),
+    (torch.optim.RMSprop, {"momentum": 0.5, "centered": True}), (torch.optim.Adagrad, {}), (torch.optim.Adadelta, {}),
+    (torch.optim.Adamax, {}), (torch.optim.NAdam, {}), (torch.optim.RAdam, {}), (torch.optim.ASGD, {}),
+]  # fmt: skip
 
 
 def stepped(model: nn.Module, kind: tuple[type[torch.optim.Optimizer], dict[str, Any]], on_shards: bool) -> Any:

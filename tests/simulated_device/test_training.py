@@ -100,13 +100,9 @@ def written_without_copies(folder: Path, callbacks: Sequence[L.Callback] = ()) -
     options = {"save_distributed_checkpoint": True, "background": True}
     first, second = Regression().double(), Regression().double()
     run_of(
-        "undisturbed",
-        exact_fit,
-        first,
-        callbacks=[saves, NoMemory(), *callbacks],
-        strategy=options,
+        "undisturbed", exact_fit, first, callbacks=[saves, NoMemory(), *callbacks], strategy=options,
         enable_checkpointing=True,
-    )
+    )  # fmt: skip
     exact_fit(second, 2, 2, strategy=options, ckpt_path=folder / "step=6.ckpt")
     assert difference(first.state_dict(), second.state_dict()) < TOLERANCE
 
@@ -156,14 +152,9 @@ def test_lower_precision_is_that_of_the_processor(precision):
     for accelerator in (SimulatedAccelerator(), CPUAccelerator()):
         strategy: Any = recycle_strategy(pipeline_parallel_size=2, num_microbatches=2)
         run = L.Trainer(
-            accelerator=accelerator,
-            devices=4,
-            strategy=strategy,
-            precision=precision,
-            max_steps=4,
-            callbacks=[Scales()],
-            **QUIET,
-        )
+            accelerator=accelerator, devices=4, strategy=strategy, precision=precision, max_steps=4,
+            callbacks=[Scales()], **QUIET,
+        )  # fmt: skip
         model = Regression()
         data = TensorDataset(*(tensor.float() for tensor in samples_for(4).tensors))
         run.fit(model, DataLoader(data, 12))

@@ -205,13 +205,9 @@ def test_weeks_of_thousands_of_gpus_take_a_moment():
     model = sim.get_model("gpt3_medium", pipelines=512, global_batch=512 * 8, throughput=None)
     started = time.process_time()
     result = sim.simulate(
-        model,
-        sim.Cluster.of(model, gpus_per_node=8),
-        sim.DropReplica(),
-        sim.FailureRate(16 * LLAMA3_PER_GPU_DAY),
-        "54d",
-        1,
-    )
+        model, sim.Cluster.of(model, gpus_per_node=8), sim.DropReplica(), sim.FailureRate(16 * LLAMA3_PER_GPU_DAY),
+        "54d", 1,
+    )  # fmt: skip
     assert result.failures == pytest.approx(419, abs=62)
     assert time.process_time() - started < 20
 

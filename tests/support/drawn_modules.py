@@ -147,13 +147,9 @@ def recipes(draw: Any) -> Recipe:
     """Recipes in which anything may meet anything."""
     stages = draw(st.sampled_from([1, 1, 2]))
     place = st.builds(
-        Place,
-        kind=st.sampled_from(sorted(KINDS)),
-        layer=st.sampled_from([None, 0, 1, 2]),
-        alike=st.booleans(),
-        begins=st.sampled_from([0, 0, 2, 5]),
-        hook=st.sampled_from(["", "", *_HOOKS]),
-    )
+        Place, kind=st.sampled_from(sorted(KINDS)), layer=st.sampled_from([None, 0, 1, 2]), alike=st.booleans(),
+        begins=st.sampled_from([0, 0, 2, 5]), hook=st.sampled_from(["", "", *_HOOKS]),
+    )  # fmt: skip
     # What comes and goes outside of the layers is, with several stages, in none of them.
     parameters = ["", "", "frozen", "thawed", "unused", "zero at first"]
     if stages == 1:
