@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.waiting import PATIENCE
+from test_deferred import split
 from torch import Tensor, nn
 
 from lightning_recycle.devices import storage_bytes
@@ -128,16 +129,6 @@ def test_in_a_fused_backward_nothing_waits():
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in module.parameters())
 
 
-def split(layer: Any, x: Tensor) -> WeightGradQueue:
-    """F and B; the queue is what W will do."""
-    with intercept_linear():
-        output = layer(x)
-    queue = WeightGradQueue()
-    with queue.collecting():
-        output.sum().backward()
-    return queue
-
-
 def test_zeros_in_the_place_of_a_gradient_leave_negative_zeros_as_they_are():
     """An empty buffer of gradients holds them (runtime/gradients.py)."""
     module = nn.Linear(WIDTH, WIDTH)
@@ -145,7 +136,7 @@ def test_zeros_in_the_place_of_a_gradient_leave_negative_zeros_as_they_are():
     for parameter in module.parameters():
         parameter.grad = torch.full_like(parameter, -0.0)
     buffers = [p.grad for p in module.parameters()]
-    split(layer, torch.randn(4, WIDTH))
+    split(layer, torch.randn(4, WIDTH), torch.ones(4, WIDTH))
     assert all(p.grad is b for p, b in zip(module.parameters(), buffers, strict=True))
     assert all(torch.signbit(b).all() for b in buffers if b is not None)
 
@@ -155,7 +146,7 @@ def test_a_parameter_with_a_hook_gets_its_gradient_in_b():
     seen: list[Tensor] = []
     module.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
     layer = torch.compile(module, backend="aot_eager", fullgraph=True)
-    assert len(split(layer, torch.ones(4, WIDTH))) == 0
+    assert len(split(layer, torch.ones(4, WIDTH), torch.ones(4, WIDTH))) == 0
     assert torch.equal(seen[0], torch.full((WIDTH, WIDTH), 4.0))
 
 
