@@ -211,9 +211,11 @@ except ImportError as error:
 
 # docs/architecture.md lists the modules that use them; when one changes, this fails first.
 PRIVATE = {
-    "lightning_recycle.runtime.groups": ["torch.distributed:ProcessGroupGloo",
-                                         "torch.distributed:ProcessGroupGloo._Options",
-                                         "torch.distributed:ProcessGroupGloo.create_device"],
+    "lightning_recycle.runtime.groups": [
+        "torch.distributed:ProcessGroupGloo",
+        "torch.distributed:ProcessGroupGloo._Options",
+        "torch.distributed:ProcessGroupGloo.create_device",
+    ],
     "lightning_recycle.session.loops": [
         "lightning.pytorch.loops.fit_loop:_FitLoop",
         "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop",
@@ -229,13 +231,17 @@ PRIVATE = {
         "lightning.pytorch.loops.fit_loop:_FitLoop.restarted_on_epoch_end",
         "lightning.pytorch.loops.fit_loop:_FitLoop._load_combined_loader_states",
     ],
-    "lightning_recycle.torch_internals": ["torch.utils.data._utils.worker:WorkerInfo",
-                                          "torch.nn:Module._compiled_call_impl", "torch.nn:Module._apply",
-                                          "torch.distributed.fsdp:FSDPModule._get_fsdp_state",
-                                          "torch.distributed.fsdp._fully_shard._fsdp_init:_move_states_to_device",
-                                          "torch:_C._get_privateuse1_backend_name", "torch:Tensor._version",
-                                          "torch.nn.utils.clip_grad:_get_total_norm",
-                                          "torch.amp:GradScaler._unscale_grads_"],
+    "lightning_recycle.torch_internals": [
+        "torch.utils.data._utils.worker:WorkerInfo",
+        "torch.nn:Module._compiled_call_impl",
+        "torch.nn:Module._apply",
+        "torch.distributed.fsdp:FSDPModule._get_fsdp_state",
+        "torch.distributed.fsdp._fully_shard._fsdp_init:_move_states_to_device",
+        "torch:_C._get_privateuse1_backend_name",
+        "torch:Tensor._version",
+        "torch.nn.utils.clip_grad:_get_total_norm",
+        "torch.amp:GradScaler._unscale_grads_",
+    ],
     "lightning_recycle.data.iterable_style": ["datasets.iterable_dataset:BufferShuffledExamplesIterable"],
     "lightning_recycle.session.checkpoint_callbacks": [
         "lightning.pytorch.callbacks:ModelCheckpoint._save_topk_checkpoint",
@@ -271,7 +277,7 @@ PRIVATE = {
         "lightning.pytorch.strategies.launchers.multiprocessing:_GlobalStateSnapshot.capture",
         "lightning.pytorch.strategies.launchers.multiprocessing:_GlobalStateSnapshot.restore",
     ],
-}  # fmt: skip
+}
 
 
 def listed(heading: str) -> list[str]:
