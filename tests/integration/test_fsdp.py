@@ -205,7 +205,7 @@ MESHES = [sh.FSDP, sh.BOTH, (1, 2, 2, 1), sh.TENSOR, (1, 2, 2)]
 
 
 class Evaluated(sh.Ordinary):
-    def test_step(self, batch, batch_idx):
+    def test_step(self, batch: Any, batch_idx: int) -> None:
         self.validation_step(batch, batch_idx)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:

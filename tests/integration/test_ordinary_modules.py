@@ -57,7 +57,7 @@ class Classifier(L.LightningModule):
         self.log("val_accuracy", self.validation_accuracy)
         return output
 
-    def test_step(self, batch):
+    def test_step(self, batch: Any) -> None:
         self.log("test_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:

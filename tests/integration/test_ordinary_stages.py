@@ -54,7 +54,7 @@ class Vision(L.LightningModule):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
 
-    def test_step(self, batch, batch_idx):
+    def test_step(self, batch: Any, batch_idx: int) -> None:
         self.log("test_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:

@@ -34,7 +34,7 @@ class Module(L.LightningDataModule):
     def val_dataloader(self) -> Any:
         return [self.data.validation(), self.data.loader(9, seed=5)]
 
-    def test_dataloader(self):
+    def test_dataloader(self) -> Any:
         return self.data.loader(11, seed=4)
 
     def predict_dataloader(self) -> Any:

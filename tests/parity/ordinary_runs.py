@@ -169,7 +169,7 @@ class Ordinary(L.LightningModule):
         self.log("val_loss", loss, prog_bar=True)
         return output
 
-    def test_step(self, batch, batch_idx, dataloader_idx=0):
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.reached("test", batch_idx)
         loss, _ = self.loss_of(batch)
         self.log_dict({"test_loss": loss, "inference": float(torch.is_inference_mode_enabled())})

@@ -27,7 +27,7 @@ class OwnValidationStep(Classifier):
 
 
 class OwnTestStep(Classifier):
-    def test_step(self, batch, batch_idx, dataloader_idx=0): ...
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
 
 
 class OwnPredictStep(Classifier):
