@@ -77,14 +77,8 @@ def test_re_routing_goes_on(open_plans, seconds, state, fixed, reason):
     assert any(line.startswith("reroute") for line in lines)
 
 
-def test_a_defect_of_the_search_is_logged_with_its_traceback_and_re_routing_goes_on(open_plans, monkeypatch, caplog):
-    def ask(_: PlanningProcess, question: Question, *__: object, **___: object) -> Any:
-        if getattr(question, "func", None) is plan_layout:
-            raise UnexpectedError("TypeError: bad", "Traceback: line 1")
-        return question()
-
-    plans = open_plans("always", "16 micro-batches")
-    monkeypatch.setattr(PlanningProcess, "ask", ask)
+def measure(plans: RunPlans) -> None:
+    """Ten steps of two stages with eight equal layers each."""
     sizes = (10**6,) * 8
     for stage in range(2):
         facts = LayerFacts((0, 8, 16), 8 * stage, (1.0,) * 8, sizes, sizes, sizes, (True,) * 8)
@@ -93,6 +87,17 @@ def test_a_defect_of_the_search_is_logged_with_its_traceback_and_re_routing_goes
         for stage in range(2):
             plans.applied(Worker(0, stage), Applied(stage, 0, {"F": 0.08, "BW": 0.16}, {}), is_stage_leader=True)
         plans.stepped(1.0)
+
+
+def test_a_defect_of_the_search_is_logged_with_its_traceback_and_re_routing_goes_on(open_plans, monkeypatch, caplog):
+    def ask(_: PlanningProcess, question: Question, *__: object, **___: object) -> Any:
+        if getattr(question, "func", None) is plan_layout:
+            raise UnexpectedError("TypeError: bad", "Traceback: line 1")
+        return question()
+
+    plans = open_plans("always", "16 micro-batches")
+    monkeypatch.setattr(PlanningProcess, "ask", ask)
+    measure(plans)
     assert plans.begin_generation(DEAD, (), 10).failed == DEAD
     assert wait_for(lambda: "defect of lightning_recycle" in caplog.text, 60)
     assert "TypeError: bad" in caplog.text
@@ -102,14 +107,7 @@ def test_a_defect_of_the_search_is_logged_with_its_traceback_and_re_routing_goes
 @pytest.mark.parametrize("dead", [Worker(0, 0), Worker(2, 1)])
 def test_layers_move_away_from_the_stage_that_has_lost_a_worker(open_plans, dead):
     plans = open_plans("always", "16 micro-batches")
-    sizes = (10**6,) * 8
-    for stage in range(2):
-        facts = LayerFacts((0, 8, 16), 8 * stage, (1.0,) * 8, sizes, sizes, sizes, (True,) * 8)
-        plans.take(Worker(0, stage), Measured(stage, layers=facts))
-    for _ in range(10):
-        for stage in range(2):
-            plans.applied(Worker(0, stage), Applied(stage, 0, {"F": 0.08, "BW": 0.16}, {}), is_stage_leader=True)
-        plans.stepped(1.0)
+    measure(plans)
     plans.begin_generation(frozenset({dead}), (), 10)
     found: list[LayoutReady] = []
     assert wait_for(lambda: found.extend(e for e in plans.better() if isinstance(e, LayoutReady)) or found, 60)

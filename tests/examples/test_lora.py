@@ -50,16 +50,22 @@ def expected() -> dict[str, Tensor]:
     return model.state_dict()
 
 
-def test_adapters_of_an_ordinary_module_are_trained_and_the_rest_is_left(expected, tmp_path):
-    from peft import PeftModel
-
+def trained(devices: int, stages: int, kill: Fault, expected: dict[str, torch.Tensor]) -> tuple[Any, set[str]]:
+    """A model after an epoch, and the names of the tensors that changed: those of adapters, as ``expected``."""
     model, before = adapted(), adapted().state_dict()
-    run = grid(2, 1, Fault("kill", pipeline=1, stage=0, step=3), max_epochs=1)
+    run = grid(devices, stages, kill, max_epochs=1)
     run.fit(model, loader(BATCH // 2))
-    assert failures(run) == [(1, 0)]
+    assert failures(run) == [(kill.pipeline, kill.stage)]
     assert difference(model.state_dict(), expected) < TOLERANCE
     changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
     assert changed == {name for name in before if "lora_" in name}
+    return model, changed
+
+
+def test_adapters_of_an_ordinary_module_are_trained_and_the_rest_is_left(expected, tmp_path):
+    from peft import PeftModel
+
+    model, changed = trained(2, 1, Fault("kill", pipeline=1, stage=0, step=3), expected)
     model.model.save_pretrained(tmp_path)
     saved = PeftModel.from_pretrained(adapted().model.unload(), tmp_path).double().state_dict()
     assert {name for name in saved if "lora_" in name} == {name.removeprefix("model.") for name in changed}
@@ -68,10 +74,4 @@ def test_adapters_of_an_ordinary_module_are_trained_and_the_rest_is_left(expecte
 
 
 def test_adapters_in_two_stages(expected):
-    two, before = adapted(), adapted().state_dict()
-    run = grid(4, 2, Fault("kill", pipeline=0, stage=1, step=2), max_epochs=1)
-    run.fit(two, loader(BATCH // 2))
-    assert failures(run) == [(0, 1)]
-    assert difference(two.state_dict(), expected) < TOLERANCE
-    changed = {name for name, tensor in two.state_dict().items() if not torch.equal(tensor, before[name])}
-    assert changed == {name for name in before if "lora_" in name}
+    trained(4, 2, Fault("kill", pipeline=0, stage=1, step=2), expected)

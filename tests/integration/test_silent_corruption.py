@@ -6,12 +6,12 @@ from typing import Any
 
 import lightning as L
 import pytest
-import torch
 from support.checks import checked_microbatch
 from support.growth import happened
 from support.models import Regression, dataset
 from support.sampling import sampled
 from support.training import TOLERANCE, difference, exact_fit, fit, plain_loop
+from test_verified_modules import Following
 from torch import Tensor, nn
 
 from lightning_recycle import ReCycleError, StageLostError
@@ -192,16 +192,11 @@ def test_a_layer_that_is_not_deterministic_is_named_and_computations_are_not_com
     assert corruptions(run) == []
 
 
-class Remembering(nn.Module):
-    """With a buffer that each forward changes, and that its output depends on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
+class Remembering(Following):
+    """Its output depends on the buffer."""
 
     def forward(self, x: Tensor) -> Tensor:
-        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean()
-        return x - self.mean
+        return super().forward(x) - self.mean
 
 
 class Normalized(Regression):
