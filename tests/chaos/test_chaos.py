@@ -321,7 +321,7 @@ def test_what_is_left_in_tmpdir_is_reported(monkeypatch, place):
 def test_a_scenario_that_hangs_ends_with_its_bound(monkeypatch, place):
     from chaos import run
 
-    monkeypatch.setattr(run, "validation_loader", lambda *_: time.sleep(20))
+    monkeypatch.setattr(run.training, "validation_loader", lambda *_: time.sleep(20))
     result = run_scenario(QUIET, place, limit=0.15)
     assert len(result.problems) == 1
     assert "_TooLong: it was not over after 0.15 s" in result.problems[0]
