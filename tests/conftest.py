@@ -93,7 +93,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True, scope="module")
-def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
+def one_thread(request) -> Iterator[None]:
     """Tiny layers in several threads wait for one another; and sums are in the order of a worker, which has one."""
     if request.path.parent.name not in ("examples", "model", "parity"):
         yield

@@ -7,8 +7,6 @@ may run kernels of a process one after the other, for which those of NCCL cannot
 Prints what could not run, and why. The exit status is that of the tests, or 0 where there is nothing to run them with.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -27,9 +27,7 @@ def new(folder: Path, content: str, is_folder: bool) -> Path:
 
 @pytest.mark.parametrize("new_is_folder", [False, True])
 @pytest.mark.parametrize("old_is_folder", [None, False, True])
-def test_a_file_or_folder_replaces_a_file_or_folder(
-    new_is_folder: bool, old_is_folder: bool | None, tmp_path: Path
-) -> None:
+def test_a_file_or_folder_replaces_a_file_or_folder(new_is_folder, old_is_folder, tmp_path):
     target = tmp_path / "target"
     if old_is_folder is not None:
         files.put_in_place(new(tmp_path, "old", old_is_folder), target)
@@ -38,7 +36,7 @@ def test_a_file_or_folder_replaces_a_file_or_folder(
     assert os.listdir(tmp_path) == ["target"]
 
 
-def test_a_refused_folder_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_folder_leaves_the_old_one(tmp_path, monkeypatch):
     target = tmp_path / "target"
     files.put_in_place(new(tmp_path, "old", True), target)
     fresh, rename = new(tmp_path, "new", True), os.rename
@@ -54,7 +52,7 @@ def test_a_refused_folder_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest
     assert text(target) == "old"
 
 
-def test_a_folder_that_waits_aside_gets_its_name_back(tmp_path: Path) -> None:
+def test_a_folder_that_waits_aside_gets_its_name_back(tmp_path):
     target = tmp_path / "target"
     files.put_in_place(new(tmp_path, "old", True), target)
     target.rename(tmp_path / ".target.replaced")  # and here its writer was killed
@@ -65,7 +63,7 @@ def test_a_folder_that_waits_aside_gets_its_name_back(tmp_path: Path) -> None:
     assert files.restored(tmp_path / "nothing") is None
 
 
-def test_what_is_removed_does_not_come_back_from_aside(tmp_path: Path) -> None:
+def test_what_is_removed_does_not_come_back_from_aside(tmp_path):
     for name in ("target", ".target.replaced"):
         (tmp_path / name).mkdir()
     files.remove(tmp_path / "target")
@@ -73,7 +71,7 @@ def test_what_is_removed_does_not_come_back_from_aside(tmp_path: Path) -> None:
     files.remove(tmp_path / "target")
 
 
-def test_a_link_is_replaced_in_one_step_whatever_had_its_name(tmp_path: Path) -> None:
+def test_a_link_is_replaced_in_one_step_whatever_had_its_name(tmp_path):
     for number in (1, 2):
         (tmp_path / f"step={number}").mkdir()
         (tmp_path / f"step={number}" / "content").write_text(str(number))
@@ -86,7 +84,7 @@ def test_a_link_is_replaced_in_one_step_whatever_had_its_name(tmp_path: Path) ->
     assert sorted(os.listdir(tmp_path)) == ["last", "step=1", "step=2"]
 
 
-def test_leftovers_of_the_dead_are_removed_and_what_the_living_write_stays(tmp_path: Path) -> None:
+def test_leftovers_of_the_dead_are_removed_and_what_the_living_write_stays(tmp_path):
     dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
     own = files.temporary_path(tmp_path / "x.ckpt")
     of_dead = own.with_name(own.name.replace(f"-{os.getpid()}-", f"-{int(dead.stdout)}-"))
@@ -104,7 +102,7 @@ def test_leftovers_of_the_dead_are_removed_and_what_the_living_write_stays(tmp_p
     files.remove_leftovers(tmp_path / "missing")
 
 
-def test_text_goes_through_a_link_and_to_what_is_no_file(tmp_path: Path) -> None:
+def test_text_goes_through_a_link_and_to_what_is_no_file(tmp_path):
     (tmp_path / "link").symlink_to("file")
     files.write_atomically(tmp_path / "link", "text")
     assert (tmp_path / "file").read_text() == "text"
@@ -113,5 +111,5 @@ def test_text_goes_through_a_link_and_to_what_is_no_file(tmp_path: Path) -> None
     assert not Path(os.devnull).is_file()
 
 
-def test_the_longest_name_can_be_written(tmp_path: Path) -> None:
+def test_the_longest_name_can_be_written(tmp_path):
     files.write_atomically(tmp_path / ("ü" * 100), "text")

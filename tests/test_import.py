@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.sampling import sampled
+from support.scripts import completed
 from support.waiting import next_line
 
 ROOT = Path(__file__).parents[1]
@@ -20,22 +21,18 @@ ROOT = Path(__file__).parents[1]
 def run(code: str, *arguments: str) -> str:
     """Runs ``code`` in a new interpreter and returns what it prints."""
     command = [sys.executable, "-c", code, *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    result = completed(command, timeout=280)
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
 
 
-def test_planning_and_control_plane_load_neither_torch_nor_lightning() -> None:
+def test_planning_and_control_plane_load_neither_torch_nor_lightning():
     modules = [
-        "lightning_recycle.planning",
-        "lightning_recycle.visualize",
-        "lightning_recycle.errors",
-        "lightning_recycle.control.protocol.membership",
-        "lightning_recycle.control.coordinator.coordinator",
-        "lightning_recycle.control.client",
-        "lightning_recycle.control.coordinator.standalone",
+        "lightning_recycle.planning", "lightning_recycle.visualize", "lightning_recycle.errors",
+        "lightning_recycle.control.protocol.membership", "lightning_recycle.control.coordinator.coordinator",
+        "lightning_recycle.control.client", "lightning_recycle.control.coordinator.standalone",
         "lightning_recycle.engines.recycle_run",
-    ]
+    ]  # fmt: skip
     code = """
 import importlib, sys
 heavy = {'torch', 'lightning', 'numpy', 'torchmetrics', 'matplotlib'}
@@ -76,7 +73,6 @@ def in_child() -> Iterator[Callable[[str], str]]:
     """Runs a code with torch in a process of its own, and returns what it prints."""
     command = [sys.executable, "-c", FORKING]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None
 
         def run_in_child(code: str) -> str:
             print(json.dumps(code), file=process.stdin, flush=True)
@@ -89,9 +85,7 @@ def in_child() -> Iterator[Callable[[str], str]]:
 
 
 @pytest.mark.long
-def test_recycle_is_registered_in_any_order_of_imports_and_lightning_alone_does_not_know_it(
-    in_child: Callable[[str], str],
-) -> None:
+def test_recycle_is_registered_in_any_order_of_imports_and_lightning_alone_does_not_know_it(in_child):
     registered = "from lightning.pytorch.strategies import StrategyRegistry\nprint('recycle' in StrategyRegistry)"
     for ours in (
         "import lightning_recycle; import lightning",
@@ -102,7 +96,7 @@ def test_recycle_is_registered_in_any_order_of_imports_and_lightning_alone_does_
     assert in_child(f"import lightning\n{registered}") == "False"
 
 
-def test_trainer_accepts_the_name() -> None:
+def test_trainer_accepts_the_name():
     import lightning as L
 
     import lightning_recycle
@@ -118,7 +112,7 @@ def test_trainer_accepts_the_name() -> None:
         ["import lightning_recycle", "import pytorch_lightning", "import lightning.pytorch"], 1, rest=pytest.mark.long
     ),
 )
-def test_both_names_of_lightning_mean_the_same_modules(first: str, in_child: Callable[[str], str]) -> None:
+def test_both_names_of_lightning_mean_the_same_modules(first, in_child):
     code = f"""
 {first}
 from lightning_recycle import ReCycleStrategy
@@ -135,7 +129,7 @@ for strategy in ("recycle", ReCycleStrategy()):
 
 
 @pytest.mark.long
-def test_a_trainer_of_another_pytorch_lightning_is_told_what_to_import(in_child: Callable[[str], str]) -> None:
+def test_a_trainer_of_another_pytorch_lightning_is_told_what_to_import(in_child):
     code = """
 import lightning.pytorch, pytorch_lightning as pl
 from lightning_recycle import ReCycleStrategy
@@ -169,9 +163,7 @@ sys.meta_path.insert(0, Alias())
 
 
 @pytest.mark.parametrize("ours_first", sampled([False, True], 1, rest=pytest.mark.long))
-def test_pytorch_lightning_as_another_name_of_lightning_has_the_strategy(
-    ours_first: bool, in_child: Callable[[str], str]
-) -> None:
+def test_pytorch_lightning_as_another_name_of_lightning_has_the_strategy(ours_first, in_child):
     both = ["import lightning_recycle", ALIAS]
     code = """
 import pytorch_lightning as pl, pytorch_lightning.strategies, pytorch_lightning.callbacks
@@ -181,7 +173,7 @@ print(type(trainer.strategy).__name__)
     assert in_child("\n".join([*(both if ours_first else reversed(both)), code])) == "ReCycleStrategy"
 
 
-def test_public_names_are_found_and_unknown_ones_are_not() -> None:
+def test_public_names_are_found_and_unknown_ones_are_not():
     package = importlib.import_module("lightning_recycle")
     for name in package.__all__:
         assert getattr(package, name) is not None
@@ -191,7 +183,7 @@ def test_public_names_are_found_and_unknown_ones_are_not() -> None:
         _ = package.RecycleStrategy
 
 
-def test_dir_shows_the_public_names_before_they_are_loaded() -> None:
+def test_dir_shows_the_public_names_before_they_are_loaded():
     shown = """
 import sys
 import lightning_recycle as r
@@ -202,7 +194,7 @@ print(set(dir(r)) - set(r.__all__), "torch" in sys.modules, all(getattr(r, name)
     assert (ast.literal_eval(found + "}"), rest) == (packages, "False True")
 
 
-def test_why_a_public_name_cannot_be_imported_is_told(tmp_path: Path) -> None:
+def test_why_a_public_name_cannot_be_imported_is_told(tmp_path):
     (tmp_path / "older.py").write_text("import math; math.newer")
     code = """
 import sys
@@ -298,7 +290,7 @@ def listed(heading: str) -> list[str]:
 @pytest.mark.parametrize(
     ("user", "name"), [(user, name) for user, names in PRIVATE.items() for name in names], ids=lambda value: value
 )
-def test_a_private_name_that_the_package_relies_on_exists_and_its_user_is_listed(user: str, name: str) -> None:
+def test_a_private_name_that_the_package_relies_on_exists_and_its_user_is_listed(user, name):
     module, _, path = name.partition(":")
     found = importlib.import_module(module)
     for part in path.split("."):
@@ -348,7 +340,7 @@ def foreign_names(tree: ast.Module, own: set[str]) -> set[str]:
     return {name for name in found if is_private(name)}
 
 
-def test_modules_that_use_private_names_of_other_packages_are_listed() -> None:
+def test_modules_that_use_private_names_of_other_packages_are_listed():
     package = ROOT / "lightning_recycle"
     trees = {path: ast.parse(path.read_text()) for path in package.rglob("*.py")}
     own = own_names(trees.values())
@@ -359,7 +351,7 @@ def test_modules_that_use_private_names_of_other_packages_are_listed() -> None:
     assert len(listed("## Private APIs")) <= 12
 
 
-def test_private_signatures_are_those_that_are_overridden() -> None:
+def test_private_signatures_are_those_that_are_overridden():
     from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
     from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
     from lightning.pytorch.trainer import call
@@ -375,7 +367,7 @@ def test_private_signatures_are_those_that_are_overridden() -> None:
     assert list(inspect.signature(call._call_lightning_module_hook).parameters)[:2] == ["trainer", "hook_name"]
 
 
-def test_attributes_of_lightnings_loops_are_where_the_package_expects_them() -> None:
+def test_attributes_of_lightnings_loops_are_where_the_package_expects_them():
     import lightning as L
 
     trainer = L.Trainer(accelerator="cpu", devices=1, max_steps=1, logger=False, enable_checkpointing=False)
@@ -392,7 +384,7 @@ def test_attributes_of_lightnings_loops_are_where_the_package_expects_them() -> 
     assert "epoch_loop.state_dict" in trainer.fit_loop.state_dict()
 
 
-def test_attributes_of_torchmetrics_are_where_the_package_expects_them() -> None:
+def test_attributes_of_torchmetrics_are_where_the_package_expects_them():
     import torchmetrics
 
     metric = torchmetrics.MeanMetric()
@@ -404,11 +396,11 @@ def test_attributes_of_torchmetrics_are_where_the_package_expects_them() -> None
     assert collection._groups is not None
 
 
-def test_attributes_of_torch_parameters_that_tell_of_hooks_exist() -> None:
+def test_attributes_of_torch_parameters_that_tell_of_hooks_exist():
     import torch
 
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.register_hook(lambda grad: grad)
     assert parameter._backward_hooks
     parameter.register_post_accumulate_grad_hook(lambda p: None)
-    assert parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    assert parameter._post_accumulate_grad_hooks

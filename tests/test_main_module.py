@@ -1,7 +1,5 @@
 """Which definitions of a script workers find by importing it, and what becomes of the others."""
 
-from __future__ import annotations
-
 import gc
 import io
 import pickle
@@ -18,22 +16,17 @@ import pytest
 from lightning_recycle.pickling import MainModule, MainPickler, dumps, import_of_main, read_script
 
 
-@pytest.mark.parametrize(
-    ("script", "expected"),
-    [
-        ("class A: pass\nprint(A)", MainModule(imported=False)),
-        ("class A: pass\nif __name__ == '__main__':\n    print(A)", MainModule(imported=True)),
-        ("if '__main__' == __name__:\n    class A: pass", MainModule(True, frozenset({"A"}))),
-        ("if __name__ == '__main__' and True:\n    for x in []:\n        def f(): y = 1", MainModule(True, {"x", "f"})),
-        ("if True: A = 1\nif __name__ == '__main__':\n    A = B = 2", MainModule(True, frozenset({"B"}))),
-        ("def main():\n    if __name__ == '__main__': pass\nmain()", MainModule(imported=False)),
-        ("print('__main__', __name__)", MainModule(imported=False)),
-        ("", MainModule(imported=False)),
-    ],
-)
-def test_a_script_is_imported_if_it_has_a_guard_and_what_is_under_it_is_not_found(
-    script: str, expected: MainModule
-) -> None:
+@pytest.mark.parametrize(("script", "expected"), [
+    ("class A: pass\nprint(A)", MainModule(imported=False)),
+    ("class A: pass\nif __name__ == '__main__':\n    print(A)", MainModule(imported=True)),
+    ("if '__main__' == __name__:\n    class A: pass", MainModule(True, frozenset({"A"}))),
+    ("if __name__ == '__main__' and True:\n    for x in []:\n        def f(): y = 1", MainModule(True, {"x", "f"})),
+    ("if True: A = 1\nif __name__ == '__main__':\n    A = B = 2", MainModule(True, frozenset({"B"}))),
+    ("def main():\n    if __name__ == '__main__': pass\nmain()", MainModule(imported=False)),
+    ("print('__main__', __name__)", MainModule(imported=False)),
+    ("", MainModule(imported=False)),
+])  # fmt: skip
+def test_a_script_is_imported_if_it_has_a_guard_and_what_is_under_it_is_not_found(script, expected):
     assert read_script(script) == expected
 
 
@@ -52,7 +45,7 @@ def local():
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[], ModuleType]:
+def script(monkeypatch) -> Callable[[], ModuleType]:
     """Makes a new ``__main__`` in which the script has run."""
 
     def run() -> ModuleType:
@@ -71,7 +64,7 @@ def through(value: Any, main: MainModule) -> bytes:
     return file.getvalue()
 
 
-def test_what_an_importer_finds_stays_a_name_and_the_rest_travels(script: Any) -> None:
+def test_what_an_importer_finds_stays_a_name_and_the_rest_travels(script):
     there = script()
     data = through([there.Found, there.Hidden], MainModule(True, frozenset({"Hidden"})))
     here = script()
@@ -81,7 +74,7 @@ def test_what_an_importer_finds_stays_a_name_and_the_rest_travels(script: Any) -
     assert set(definitions) == {"Hidden"}
 
 
-def test_functions_that_travel_share_the_globals_of_the_worker(script: Any) -> None:
+def test_functions_that_travel_share_the_globals_of_the_worker(script):
     there = script()
     data = through([there.count, there.count], MainModule(imported=False))
     here = script()
@@ -91,7 +84,7 @@ def test_functions_that_travel_share_the_globals_of_the_worker(script: Any) -> N
     assert there.STEPS == 1
 
 
-def test_what_comes_back_is_what_left(script: Any) -> None:
+def test_what_comes_back_is_what_left(script):
     main = script()
     local = main.local()
     (copy, _), definitions = pickle.loads(through([local, main.Hidden], MainModule(imported=False)))
@@ -103,7 +96,7 @@ def test_what_comes_back_is_what_left(script: Any) -> None:
     assert len(dumps(main.Found)) < 100, "by name"
 
 
-def test_only_the_thread_that_asks_hides_the_script() -> None:
+def test_only_the_thread_that_asks_hides_the_script():
     import threading
     from multiprocessing import spawn
 
@@ -120,7 +113,7 @@ def test_only_the_thread_that_asks_hides_the_script() -> None:
     assert imports() == before
 
 
-def test_workers_do_not_hear_of_a_start_method_that_only_this_process_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_do_not_hear_of_a_start_method_that_only_this_process_has(monkeypatch):
     """In a job of joblib the default is "loky"."""
     from multiprocessing import spawn
 
@@ -141,7 +134,7 @@ class Litter:
         time.sleep(0)
 
 
-def test_scripts_are_read_in_several_threads() -> None:
+def test_scripts_are_read_in_several_threads():
     """Parsers of CPython up to 3.12 count the depth of all threads together, and raise SystemError."""
     script = (
         "\n".join(f"x = [[{number} for _ in range(2)]]" for number in range(100)) + "\nif __name__ == '__main__': pass"

@@ -2,7 +2,6 @@
 
 import importlib.resources
 import re
-import subprocess
 import sys
 import venv
 import zipfile
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
+from support.scripts import completed
 
 ROOT = Path(__file__).parents[1]
 
@@ -27,7 +27,7 @@ def expected_configuration() -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory) -> Path:
     """A wheel built from links to the tree's sources, so that the build leaves nothing in the tree."""
     source = tmp_path_factory.mktemp("source")
     for path in ROOT.iterdir():
@@ -35,23 +35,23 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (source / path.name).symlink_to(path)
     target = tmp_path_factory.mktemp("wheel")
     arguments = ["wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(target), str(source)]
-    built = subprocess.run([sys.executable, "-m", "pip", *arguments], capture_output=True, text=True, check=False)
+    built = completed([sys.executable, "-m", "pip", *arguments])
     assert built.returncode == 0, built.stdout + built.stderr
     (file,) = target.glob("*.whl")
     return file
 
 
-def test_installed_package_has_every_configuration_file() -> None:
+def test_installed_package_has_every_configuration_file():
     conf = importlib.resources.files("lightning_recycle.conf")
     assert expected_configuration()
     assert {name for name in expected_configuration() if not (conf / name).is_file()} == set()
 
 
-def test_installed_package_is_typed() -> None:
+def test_installed_package_is_typed():
     assert (importlib.resources.files("lightning_recycle") / "py.typed").is_file()
 
 
-def test_wheel_holds_every_package_and_configuration_file(wheel: Path) -> None:
+def test_wheel_holds_every_package_and_configuration_file(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     packages = {name.removesuffix("/__init__.py").replace("/", ".") for name in names if name.endswith("/__init__.py")}
     assert packages == expected_packages()
@@ -63,10 +63,10 @@ def test_wheel_holds_every_package_and_configuration_file(wheel: Path) -> None:
     assert not any(name.startswith(("conf/", "tests/", "examples/")) for name in names)
 
 
-def test_configuration_is_importable_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
+def test_configuration_is_importable_from_the_wheel(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path)
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import lightning_recycle.conf as c; print(c.__file__)"
-    imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    imported = completed([sys.executable, "-c", code], check=True, cwd=tmp_path)
     assert Path(imported.stdout.strip()) == tmp_path / "lightning_recycle" / "conf" / "__init__.py"
 
 
@@ -77,7 +77,7 @@ def requirements() -> list[Requirement]:
     return [Requirement(match[1]) for match in found if match]
 
 
-def test_withdrawn_versions_of_lightning_are_never_installed() -> None:
+def test_withdrawn_versions_of_lightning_are_never_installed():
     """GHSA-w37p-236h-pfx3: both were malicious."""
     names = [each for each in requirements() if each.name in ("lightning", "pytorch-lightning")]
     assert {each.name for each in names} == {"lightning", "pytorch-lightning"}
@@ -88,7 +88,7 @@ def test_withdrawn_versions_of_lightning_are_never_installed() -> None:
         assert allowed == ["2.6.0", "2.6.6"]
 
 
-def test_the_oldest_constraints_are_the_lower_bounds() -> None:
+def test_the_oldest_constraints_are_the_lower_bounds():
     pins = {}
     for line in (ROOT / "constraints-oldest.txt").read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):
@@ -127,7 +127,7 @@ USER_MISTAKES = {
 
 
 @pytest.mark.long
-def test_mypy_reads_the_types_of_the_wheel_in_a_users_project(wheel: Path, tmp_path: Path) -> None:
+def test_mypy_reads_the_types_of_the_wheel_in_a_users_project(wheel, tmp_path):
     """In an environment that has the wheel beside what this one has, as pip installs it."""
     environment = tmp_path / "environment"
     venv.create(environment, with_pip=False, symlinks=True)
@@ -143,7 +143,7 @@ def test_mypy_reads_the_types_of_the_wheel_in_a_users_project(wheel: Path, tmp_p
     (project / "right.py").write_text(USER_SCRIPT)
     (project / "wrong.py").write_text("\n".join([*USER_SCRIPT.splitlines()[1:4], *USER_MISTAKES, ""]))
     command = [sys.executable, "-m", "mypy", "--python-executable", str(python), "right.py", "wrong.py"]
-    checked = subprocess.run(command, cwd=project, capture_output=True, text=True, check=False)
+    checked = completed(command, cwd=project)
     found = re.findall(r"^(\w+\.py):(\d+): error: .*\[([\w-]+)\]$", checked.stdout, re.M)
     expected = [("wrong.py", str(number), kind) for number, kind in enumerate(USER_MISTAKES.values(), start=4)]
     assert found == expected, checked.stdout + checked.stderr

@@ -1,10 +1,7 @@
 """Pickles between processes that do the same work keep hooks, shared memory, parametrizations and mapped files."""
 
-from __future__ import annotations
-
 import io
 import pickle
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,14 +21,13 @@ def _again(value: Any) -> Any:
 
 
 def _add_one(layer: nn.Linear) -> None:
-    assert layer.weight.grad is not None
     layer.weight.grad.add_(1)
 
 
-def test_tensors_that_share_memory_still_do() -> None:
+def test_tensors_that_share_memory_still_do():
     flat = torch.arange(12.0)
     weight = nn.Parameter(flat[4:10].view(2, 3))
-    weight.kind = "matrix"  # type: ignore[attr-defined]
+    weight.kind = "matrix"
     other_flat, other_weight, transposed, alone = _again([flat, weight, flat.view(3, 4).t(), flat[:2].clone()])
     other_flat.mul_(2)
     assert torch.equal(other_weight, 2 * weight)
@@ -42,7 +38,7 @@ def test_tensors_that_share_memory_still_do() -> None:
     assert other_flat.resize_(20).numel() == 20  # its memory is its own
 
 
-def test_functions_that_share_variables_still_do() -> None:
+def test_functions_that_share_variables_still_do():
     count, items = 0, [1]
 
     def advance() -> Any:
@@ -69,20 +65,16 @@ def test_functions_that_share_variables_still_do() -> None:
         other_has_no_value()
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.zeros(0, 3),
-        torch.tensor(True),
-        torch.tensor([1 + 2j]),
-        torch.zeros(3, dtype=torch.bfloat16),
-        torch.eye(3).to_sparse(),
-        torch.ones(1).expand(4),
-        torch.zeros(2, requires_grad=True),
-    ],
-    ids=str,
-)
-def test_any_tensor_is_what_it_was(tensor: torch.Tensor) -> None:
+@pytest.mark.parametrize("tensor", [
+    torch.zeros(0, 3),
+    torch.tensor(True),
+    torch.tensor([1 + 2j]),
+    torch.zeros(3, dtype=torch.bfloat16),
+    torch.eye(3).to_sparse(),
+    torch.ones(1).expand(4),
+    torch.zeros(2, requires_grad=True),
+], ids=str)  # fmt: skip
+def test_any_tensor_is_what_it_was(tensor):
     other = _again(tensor)
     assert other.dtype == tensor.dtype
     assert other.requires_grad == tensor.requires_grad
@@ -90,13 +82,13 @@ def test_any_tensor_is_what_it_was(tensor: torch.Tensor) -> None:
     assert torch.equal(other.to_dense(), tensor.to_dense())
 
 
-def test_a_parameter_without_a_shape_keeps_its_dtype() -> None:
+def test_a_parameter_without_a_shape_keeps_its_dtype():
     layer = _again(nn.LazyBatchNorm1d().double())
     assert {tensor.dtype for tensor in (layer.weight, layer.running_mean)} == {torch.float64}
     assert layer(torch.ones(2, 3, dtype=torch.float64)).shape == (2, 3)
 
 
-def test_hooks_of_parameters_come_along_and_can_be_removed() -> None:
+def test_hooks_of_parameters_come_along_and_can_be_removed():
     layer = nn.Linear(2, 1, bias=False)
     handle = layer.weight.register_hook(lambda gradient: gradient * 3)
     seen = [layer]  # a hook may refer to what it belongs to
@@ -109,7 +101,7 @@ def test_hooks_of_parameters_come_along_and_can_be_removed() -> None:
     assert other.weight.grad.tolist() == [[6.0, 6.0]]  # 4 + 1 + 1
 
 
-def test_parametrized_modules_are_parametrized_again() -> None:
+def test_parametrized_modules_are_parametrized_again():
     layer = parametrizations.weight_norm(nn.Linear(3, 2))
     other = _again(layer)
     assert is_parametrized(other, "weight")
@@ -120,7 +112,7 @@ def test_parametrized_modules_are_parametrized_again() -> None:
 
 
 @pytest.mark.parametrize("order", ["C", "F"])
-def test_mapped_files_are_mapped_again(tmp_path: Path, order: Any) -> None:
+def test_mapped_files_are_mapped_again(tmp_path, order):
     path = tmp_path / "data"
     array = np.memmap(path, dtype=np.int64, mode="w+", offset=16, shape=(50, 40), order=order)
     array[:] = np.arange(2000).reshape(50, 40)
@@ -136,7 +128,7 @@ def test_mapped_files_are_mapped_again(tmp_path: Path, order: Any) -> None:
     assert array[10, 0] == other_view[0, 0] == -1  # the same memory of the same file
 
 
-def test_what_is_in_no_file_is_in_the_pickle(tmp_path: Path) -> None:
+def test_what_is_in_no_file_is_in_the_pickle(tmp_path):
     path = tmp_path / "data"
     np.arange(100).tofile(path)
     private = np.memmap(path, dtype=np.int64, mode="c")

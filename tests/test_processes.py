@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from support.scripts import completed
 from support.waiting import wait_for
 
 from lightning_recycle.processes import process_space, thread_states
@@ -13,7 +14,7 @@ from lightning_recycle.processes import process_space, thread_states
 pytestmark = pytest.mark.skipif(not process_space(), reason="the system shows no processes")
 
 
-def test_threads_that_compute_sleep_and_are_stopped_are_told_apart() -> None:
+def test_threads_that_compute_sleep_and_are_stopped_are_told_apart():
     space = process_space()
     command = [sys.executable, "-c", "import sys, time\nexec(sys.argv[1])"]
     with (
@@ -32,11 +33,11 @@ def test_threads_that_compute_sleep_and_are_stopped_are_told_apart() -> None:
     assert thread_states(busy.pid, space) == ""
 
 
-def test_a_process_has_a_name() -> None:
+def test_a_process_has_a_name():
     code = (
         "from lightning_recycle.processes import name_process\n"
         "name_process('recycle 1,0')\n"
         "print(open('/proc/self/comm').read())"
     )
-    named = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    named = completed([sys.executable, "-c", code], check=True)
     assert named.stdout.strip() == "recycle 1,0"

@@ -18,9 +18,7 @@ def install(folder: Path, monkeypatch: pytest.MonkeyPatch, status: int) -> Path:
 
 
 @pytest.mark.parametrize("status", [0, sanitized.ERRORS_FOUND])
-def test_the_tests_run_under_it_and_their_status_is_told(
-    status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_tests_run_under_it_and_their_status_is_told(status, tmp_path, monkeypatch, capsys):
     given = install(tmp_path, monkeypatch, status)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert sanitized.main() == status
@@ -31,9 +29,7 @@ def test_the_tests_run_under_it_and_their_status_is_told(
     assert all(Path(__file__).parents[1].joinpath(test).exists() for test in sanitized.TESTS)
 
 
-def test_without_it_or_a_device_that_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_it_or_a_device_that_is_said(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert sanitized.main() == 0

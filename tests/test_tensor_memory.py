@@ -1,7 +1,5 @@
 """Tensors as bytes in pickles, and their checksums: any wrong bit shows."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import random
@@ -12,20 +10,11 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
+from lightning_recycle import tensor_memory as memory
 from lightning_recycle.data.dataloaders import add_sample
 from lightning_recycle.pickling import MainModule, MainPickler
 from lightning_recycle.runtime.position_mesh import PositionMesh
 from lightning_recycle.runtime.wire import sum_of_tensors
-from lightning_recycle.tensor_memory import (
-    checksum,
-    local_part,
-    pack_tensors,
-    part_like,
-    put_together,
-    sharded_like,
-    take_apart,
-    unpack_tensors,
-)
 
 TENSORS = {
     "scalar": torch.tensor(3.5, dtype=torch.float64),
@@ -43,29 +32,29 @@ TENSORS = {
 
 
 @pytest.mark.parametrize("tensor", TENSORS.values(), ids=TENSORS)
-def test_a_tensor_is_the_same_afterwards(tensor: torch.Tensor) -> None:
-    found = unpack_tensors(pack_tensors({"states": [tensor]}))["states"][0]
+def test_a_tensor_is_the_same_afterwards(tensor):
+    found = memory.unpack_tensors(memory.pack_tensors({"states": [tensor]}))["states"][0]
     assert type(found) is type(tensor)
     assert (found.dtype, found.shape, found.requires_grad) == (tensor.dtype, tensor.shape, tensor.requires_grad)
     assert torch.equal(found.to_dense(), tensor.to_dense())
 
 
-def test_it_can_be_changed_and_is_shared_as_before() -> None:
+def test_it_can_be_changed_and_is_shared_as_before():
     value: list[Any] = [torch.zeros(2)] * 2
-    first, second = unpack_tensors(pack_tensors(value))
+    first, second = memory.unpack_tensors(memory.pack_tensors(value))
     assert first is second
     first += 1
     assert first.tolist() == [1, 1]
 
 
-def test_it_is_smaller_than_what_torch_makes() -> None:
+def test_it_is_smaller_than_what_torch_makes():
     value = [torch.tensor(float(i)) for i in range(20)]
-    assert len(pack_tensors(value)) < len(pickle.dumps(value)) / 4
+    assert len(memory.pack_tensors(value)) < len(pickle.dumps(value)) / 4
 
 
-def test_what_cannot_be_pickled_says_so() -> None:
+def test_what_cannot_be_pickled_says_so():
     with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
-        pack_tensors({"a": lambda: 0})
+        memory.pack_tensors({"a": lambda: 0})
 
 
 def _dumped(value: Any) -> Any:
@@ -75,8 +64,10 @@ def _dumped(value: Any) -> Any:
 
 
 WAYS: dict[str, Callable[[Any], Any]] = {
-    "beside a pickle": lambda value: put_together(*take_apart(value, lambda tensor: type(tensor) is torch.Tensor)),
-    "in a pickle": lambda value: unpack_tensors(pack_tensors(value)),
+    "beside a pickle": lambda value: memory.put_together(
+        *memory.take_apart(value, lambda tensor: type(tensor) is torch.Tensor)
+    ),
+    "in a pickle": lambda value: memory.unpack_tensors(memory.pack_tensors(value)),
     "with the user's objects": _dumped,
 }
 
@@ -92,18 +83,18 @@ def sharded() -> Iterator[DTensor]:
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_the_part_of_a_sharded_tensor_travels_wherever_it_lies(sharded: DTensor, way: Callable[[Any], Any]) -> None:
+def test_the_part_of_a_sharded_tensor_travels_wherever_it_lies(sharded, way):
     """A gradient is a view of its bucket: torch pickles no DTensor whose part begins within its storage."""
-    gradient = sharded_like(sharded, torch.arange(12.0)[6:].view(2, 3))
+    gradient = memory.sharded_like(sharded, torch.arange(12.0)[6:].view(2, 3))
     first, second = way([gradient, gradient])
     assert first is second
     assert type(first) is DTensor
     assert (first.device_mesh, first.placements, first.shape) == (sharded.device_mesh, (Shard(0),), (4, 3))
-    assert local_part(first).tolist() == [[6, 7, 8], [9, 10, 11]]
+    assert memory.local_part(first).tolist() == [[6, 7, 8], [9, 10, 11]]
 
 
-def test_the_part_of_a_whole_tensor_holds_no_more_memory_than_it_needs(sharded: DTensor) -> None:
-    part = local_part(part_like(torch.arange(12.0).view(4, 3), sharded))
+def test_the_part_of_a_whole_tensor_holds_no_more_memory_than_it_needs(sharded):
+    part = memory.local_part(memory.part_like(torch.arange(12.0).view(4, 3), sharded))
     assert part.tolist() == [[6, 7, 8], [9, 10, 11]]
     assert part.untyped_storage().nbytes() == part.nbytes
 
@@ -124,52 +115,52 @@ def flip(tensor: torch.Tensor, element: int, bit: int) -> None:
     words[element * tensor.element_size() + bit // 8] ^= 1 << bit % 8
 
 
-def test_a_copy_has_the_same_checksum_whatever_its_memory() -> None:
+def test_a_copy_has_the_same_checksum_whatever_its_memory():
     copies = [torch.stack([t, t], -1)[..., 0] for t in state()]  # with strides
-    assert len(checksum(state())) == 16
-    assert checksum(copies) == checksum(state())
-    assert checksum([]) == checksum(iter(()))
+    assert len(memory.checksum(state())) == 16
+    assert memory.checksum(copies) == memory.checksum(state())
+    assert memory.checksum([]) == memory.checksum(iter(()))
 
 
-def test_every_flipped_bit_shows() -> None:
+def test_every_flipped_bit_shows():
     draw, tensors = random.Random(1), state()
-    right = checksum(tensors)
+    right = memory.checksum(tensors)
     floats = [tensor for tensor in tensors if tensor.numel() and tensor.dtype is not torch.bool]
     for _ in range(60):
         tensor = draw.choice(floats)
         place = draw.randrange(tensor.numel()), draw.randrange(8 * tensor.element_size())
         flip(tensor, *place)
-        assert checksum(tensors) != right
+        assert memory.checksum(tensors) != right
         flip(tensor, *place)
-    assert checksum(tensors) == right
+    assert memory.checksum(tensors) == right
 
 
 @pytest.mark.parametrize("bit", [0, 22, 30, 31])
 @pytest.mark.parametrize("distance", [1, 2, 4096, 65536])
-def test_the_same_bit_flipped_in_two_places_shows(bit: int, distance: int) -> None:
+def test_the_same_bit_flipped_in_two_places_shows(bit, distance):
     tensor = torch.randn(3 * 65536)
-    right = checksum([tensor])
+    right = memory.checksum([tensor])
     flip(tensor, 7, bit)
     flip(tensor, 7 + distance, bit)
-    assert checksum([tensor]) != right
+    assert memory.checksum([tensor]) != right
 
 
-def test_the_order_counts() -> None:
+def test_the_order_counts():
     a, b = torch.randn(100), torch.randn(100)
-    assert checksum([a, b]) != checksum([b, a])
-    assert checksum([torch.tensor([1.0, 2.0])]) != checksum([torch.tensor([2.0, 1.0])])
-    assert checksum([-torch.zeros(3)]) != checksum([torch.zeros(3)])
+    assert memory.checksum([a, b]) != memory.checksum([b, a])
+    assert memory.checksum([torch.tensor([1.0, 2.0])]) != memory.checksum([torch.tensor([2.0, 1.0])])
+    assert memory.checksum([-torch.zeros(3)]) != memory.checksum([torch.zeros(3)])
 
 
-def test_numbers_count_and_other_objects_do_not() -> None:
-    assert checksum([1, 2.5]) != checksum([1, 2.0])
-    assert checksum([1, 2]) != checksum([12])
-    assert checksum(["adam", None, 1]) == checksum([1])
+def test_numbers_count_and_other_objects_do_not():
+    assert memory.checksum([1, 2.5]) != memory.checksum([1, 2.0])
+    assert memory.checksum([1, 2]) != memory.checksum([12])
+    assert memory.checksum(["adam", None, 1]) == memory.checksum([1])
 
 
-def test_a_lone_element_of_any_stride_has_the_checksum_of_its_value() -> None:
+def test_a_lone_element_of_any_stride_has_the_checksum_of_its_value():
     lone = torch.arange(6)[1::3][:1]
     assert lone.stride() == (3,)
-    assert checksum([lone]) == checksum([torch.tensor([1])])
+    assert memory.checksum([lone]) == memory.checksum([torch.tensor([1])])
     assert sum_of_tensors([lone]) == sum_of_tensors([torch.tensor([1])])
     assert add_sample(0, lone) == add_sample(0, torch.tensor([1]))

@@ -16,18 +16,12 @@ from lightning_recycle import LayerSpec, PipelineModule, ReCycleStrategy
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
 
 COMMANDS = [
-    [
-        "recycle-plan",
-        "grid.pipelines=3",
-        "grid.stages=4",
-        "grid.microbatches=6",
-        "failures=[[1,2]]",
-        "output=plan.json",
-    ],
+    ["recycle-plan", "grid.pipelines=3", "grid.stages=4", "grid.microbatches=6", "failures=[[1,2]]",
+     "output=plan.json"],
     ["recycle-simulate", "model=gpt3_medium", "policy=recycle", "duration=1h", "seeds=1", "output=results"],
     ["recycle-report", "results", "-o", "report.html"],
     *([name, "--help"] for name in ("recycle-coordinator", "recycle-run", "recycle-status")),
-]
+]  # fmt: skip
 
 
 class Classifier(PipelineModule):

@@ -7,19 +7,8 @@ with it here.
 import math
 import statistics
 
+import calibration
 import pytest
-from calibration import (
-    INTERVALS,
-    THROUGHPUT,
-    controlled_rows,
-    error,
-    measured,
-    null_model,
-    order_of,
-    paper_ratios,
-    published_rows,
-    ratio_interval,
-)
 
 pytestmark = pytest.mark.long
 
@@ -35,7 +24,11 @@ OURS = {
     ("gpt3_6_7b", "Oobleck"): (0.974, 0.932, 0.785),
     ("gpt3_6_7b", "Recycle"): (0.964, 0.933, 0.815),
 }
-MEANS = {(*key, when): value for key, values in OURS.items() for when, value in zip(INTERVALS, values, strict=True)}
+MEANS = {
+    (*key, when): value
+    for key, values in OURS.items()
+    for when, value in zip(calibration.INTERVALS, values, strict=True)
+}
 # Further than 5 points from the paper; benchmarks/SIMULATED.md says what would have to be assumed.
 DEVIATIONS = {
     ("gpt3_medium", "Oobleck", "30min"),
@@ -52,17 +45,17 @@ PUBLISHED_DEVIATIONS = {
     "GPT-3 6.7B": {16, 18, 19, 20, 25},
 }
 OTHER_ORDER = {("gpt3_6_7b", "6h")}
-CELLS = sorted(key for key, value in paper_ratios().items() if value)
+CELLS = sorted(key for key, value in calibration.paper_ratios().items() if value)
 
 
 @pytest.fixture(scope="module")
 def found():
-    return measured(range(SEEDS), effort=0)
+    return calibration.measured(range(SEEDS), effort=0)
 
 
 @pytest.mark.parametrize("key", CELLS, ids=lambda key: "-".join(key))
-def test_a_cell_is_within_five_points_of_the_papers_or_a_listed_deviation(key, found) -> None:
-    points = 100 * abs(MEANS[key] - paper_ratios()[key])
+def test_a_cell_is_within_five_points_of_the_papers_or_a_listed_deviation(key, found):
+    points = 100 * abs(MEANS[key] - calibration.paper_ratios()[key])
     assert (points > 5) == (key in DEVIATIONS)
     # Four standard errors; and a plan without effort is up to a hundredth slower.
     assert statistics.fmean(found[key]) == pytest.approx(
@@ -70,75 +63,76 @@ def test_a_cell_is_within_five_points_of_the_papers_or_a_listed_deviation(key, f
     )
 
 
-def test_there_are_21_cells_and_bamboo_runs_out_of_memory_where_the_paper_says(found) -> None:
+def test_there_are_21_cells_and_bamboo_runs_out_of_memory_where_the_paper_says(found):
     assert len(CELLS) == 21
-    for key, value in paper_ratios().items():
+    for key, value in calibration.paper_ratios().items():
         assert (statistics.fmean(found[key]) == 0.0) == (value == 0.0)
 
 
-def test_systems_are_in_the_papers_order_with_listed_exceptions() -> None:
-    paper = paper_ratios()
-    for name in THROUGHPUT:
-        for when in INTERVALS:
+def test_systems_are_in_the_papers_order_with_listed_exceptions():
+    paper = calibration.paper_ratios()
+    for name in calibration.THROUGHPUT:
+        for when in calibration.INTERVALS:
             orders = [
-                order_of({label: values[name, label, when] for label in THROUGHPUT[name]}) for values in (paper, MEANS)
+                calibration.order_of({label: values[name, label, when] for label in calibration.THROUGHPUT[name]})
+                for values in (paper, MEANS)
             ]
             assert (orders[0] == orders[1]) == ((name, when) not in OTHER_ORDER)
 
 
 def pairs(keys):
-    paper, null = paper_ratios(), null_model(paper_ratios())
+    paper, null = calibration.paper_ratios(), calibration.null_model(calibration.paper_ratios())
     return [(MEANS[key], paper[key]) for key in keys], [(null[key[2]], paper[key]) for key in keys]
 
 
-def test_all_cells_are_nearer_to_the_paper_than_a_null_model() -> None:
+def test_all_cells_are_nearer_to_the_paper_than_a_null_model():
     ours, null = pairs(CELLS)
-    assert error(ours) < error(null)
+    assert calibration.error(ours) < calibration.error(null)
 
 
 @pytest.mark.xfail(
     strict=True, reason="the paper's figures at 30 min need pauses of minutes; see benchmarks/SIMULATED.md"
 )
-def test_oobleck_and_recycle_are_nearer_to_the_paper_than_a_null_model() -> None:
+def test_oobleck_and_recycle_are_nearer_to_the_paper_than_a_null_model():
     ours, null = pairs([key for key in CELLS if key[1] != "Bamboo"])
-    assert error(ours) < error(null)
+    assert calibration.error(ours) < calibration.error(null)
 
 
-def test_speed_ups_are_nearer_to_the_papers_than_none_at_all(found) -> None:
-    paper = paper_ratios()
+def test_speed_ups_are_nearer_to_the_papers_than_none_at_all(found):
+    paper = calibration.paper_ratios()
     ours, null = [], []
-    for name in THROUGHPUT:
-        for when in INTERVALS:
+    for name in calibration.THROUGHPUT:
+        for when in calibration.INTERVALS:
             claimed = paper[name, "Recycle", when] / paper[name, "Oobleck", when]
-            ratio, width = ratio_interval(found[name, "Recycle", when], found[name, "Oobleck", when])
+            ratio, width = calibration.ratio_interval(found[name, "Recycle", when], found[name, "Oobleck", when])
             assert ratio == pytest.approx(
                 MEANS[name, "Recycle", when] / MEANS[name, "Oobleck", when], abs=2 * width + 0.015
             )
             ours.append((ratio, claimed))
             null.append((1.0, claimed))
-    assert error(ours) < error(null)
+    assert calibration.error(ours) < calibration.error(null)
 
 
-def test_the_interval_of_a_ratio_holds_the_true_one_and_narrows() -> None:
+def test_the_interval_of_a_ratio_holds_the_true_one_and_narrows():
     import random
 
     draw = random.Random(1)
     theirs = [draw.gauss(0.8, 0.1) for _ in range(400)]
     mine = [1.1 * value + draw.gauss(0.0, 0.02) for value in theirs]
-    ratio, width = ratio_interval(mine, theirs)
+    ratio, width = calibration.ratio_interval(mine, theirs)
     assert abs(ratio - 1.1) < width < 0.004
-    assert ratio_interval(mine[:50], theirs[:50])[1] > 2 * width
+    assert calibration.ratio_interval(mine[:50], theirs[:50])[1] > 2 * width
 
 
-def test_ooblecks_published_table_is_met_with_listed_exceptions() -> None:
+def test_ooblecks_published_table_is_met_with_listed_exceptions():
     """Throughput on 29 to 15 nodes relative to 30, within 3 points but for what benchmarks/SIMULATED.md lists."""
-    for name, rows in published_rows().items():
+    for name, rows in calibration.published_rows().items():
         far = {nodes for nodes, published, ours in rows if abs(published - ours) > 0.03}
         assert far == PUBLISHED_DEVIATIONS[name], name
 
 
-def test_ooblecks_controlled_failures_are_those_of_its_artifact_for_oobleck_itself() -> None:
-    rows = controlled_rows()
+def test_ooblecks_controlled_failures_are_those_of_its_artifact_for_oobleck_itself():
+    rows = calibration.controlled_rows()
     ratios = {key: [ours / theirs for theirs, ours in row if theirs] for key, row in rows.items()}
     assert all(0.9 <= ratio <= 1.01 for (_, label), row in ratios.items() if label == "Oobleck" for ratio in row)
     # Listed: Varuna always recomputes here and writes checkpoints in the background; Bamboo is two to four times as

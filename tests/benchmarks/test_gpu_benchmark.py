@@ -1,7 +1,5 @@
 """What benchmarks/gpu.py does with NCCL, over its imitation; and the transport that it would make on a device."""
 
-from __future__ import annotations
-
 import gpu
 import pytest
 import torch
@@ -10,7 +8,7 @@ from support.imitated_transport import imitated
 from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport
 
 
-def test_the_transport_of_a_device_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_transport_of_a_device_is_made(monkeypatch):
     monkeypatch.setattr(gpu, "NcclLibrary", lambda: "NCCL")
     monkeypatch.setattr(gpu, "CudaStreams", lambda device: "streams")
     made = gpu.transport_of("nccl NCCL_HOSTID")(0, torch.device("cuda", 0))
@@ -18,9 +16,7 @@ def test_the_transport_of_a_device_is_made(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.long
-def test_messages_and_a_failure_are_measured_over_nccl(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_messages_and_a_failure_are_measured_over_nccl(monkeypatch, capsys):
     torch.set_num_threads(1)
     monkeypatch.setattr(gpu, "transport_of", lambda name: imitated)
     monkeypatch.setattr(gpu, "transports", lambda setting, report: ["imitated"])

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import lightning_suite
 import pytest
@@ -35,7 +34,7 @@ def test_that_is_skipped():
 
 
 @pytest.mark.long
-def test_each_test_has_an_outcome_whatever_the_others_do(tmp_path: Path) -> None:
+def test_each_test_has_an_outcome_whatever_the_others_do(tmp_path):
     part = tmp_path / "checkout" / "tests" / "tests_pytorch" / "loops"
     part.mkdir(parents=True)
     (part / "test_some.py").write_text(TESTS)
@@ -52,7 +51,7 @@ def test_each_test_has_an_outcome_whatever_the_others_do(tmp_path: Path) -> None
     assert read(tmp_path / "loops-recycle.jsonl") == found
 
 
-def test_tests_that_hang_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tests_that_hang_are_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(lightning_suite, "_START_SECONDS", 0.1)
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
     assert lightning_suite._wait(process, tmp_path / "notes", seconds=0.1) < 0
@@ -62,18 +61,15 @@ THERE = {"a.py::one": Outcome("passed"), "a.py::two[x]": Outcome("passed"), "a.p
 HERE = {"a.py::one": Outcome("passed"), "a.py::two[x]": Outcome("failed", "why"), "a.py::three": Outcome("passed")}
 
 
-def test_only_what_passes_there_counts() -> None:
+def test_only_what_passes_there_counts():
     comparison = Comparison.of("loops", THERE, HERE)
     assert comparison.lost == ["a.py::two[x]"]
     assert table([comparison], "other")[2:] == ["| loops | 2 | 1 | 50.0 % | 2 |", "| all | 2 | 1 | 50.0 % | 2 |"]
 
 
-def test_a_page_groups_what_is_lost_by_reason(tmp_path: Path) -> None:
+def test_a_page_groups_what_is_lost_by_reason(tmp_path):
     reasons = read_reasons("# It is so.\na.py::two\n\n# It is not.\na.py::four\n")
-    assert explained(["a.py::two[x]", "b.py::five"], reasons) == [
-        ("It is so.", ["a.py::two[x]"]),
-        ("", ["b.py::five"]),
-    ]
+    assert explained(["a.py::two[x]", "b.py::five"], reasons) == [("It is so.", ["a.py::two[x]"]), ("", ["b.py::five"])]
     path = tmp_path / "page.md"
     path.write_text("# How\n\n## Results\n\nold\n")
     write_page(path, page([Comparison.of("loops", THERE, HERE)], "other", reasons, "Today."))

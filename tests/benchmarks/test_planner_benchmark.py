@@ -6,7 +6,7 @@ import pytest
 from planning_judge import HARD, judged, random_problem
 from support.sampling import sampled
 
-from lightning_recycle.planning import ExactPlanner, Problem, heuristic, lower_bound
+from lightning_recycle.planning import ExactPlanner, heuristic, lower_bound
 
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("ortools"), reason="the judge needs OR-tools")
 
@@ -15,7 +15,7 @@ DECIDED = [4, 16, 20, 24]
 
 
 @pytest.mark.parametrize("seed", sampled(DECIDED, 1))
-def test_bounds_and_plans_agree_with_the_judge_s_optimum(seed: int) -> None:
+def test_bounds_and_plans_agree_with_the_judge_s_optimum(seed):
     problem = random_problem(seed)
     schedule = heuristic(problem)
     optimum, bound = judged(problem, 60.0, schedule.period)
@@ -31,5 +31,5 @@ def test_bounds_and_plans_agree_with_the_judge_s_optimum(seed: int) -> None:
 
 
 @pytest.mark.parametrize("problem", HARD.values(), ids=list(HARD))
-def test_a_hard_problem_is_one_for_which_a_solver_is_asked(problem: Problem) -> None:
+def test_a_hard_problem_is_one_for_which_a_solver_is_asked(problem):
     assert heuristic(problem).period > 1.01 * lower_bound(problem)

@@ -1,21 +1,20 @@
 """Models of public projects, compared with DDP."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from support.waiting import PATIENCE
+from support.scripts import completed
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.exhaustive
-def test_a_model_without_a_checkout_is_compared_with_ddp(tmp_path: Path) -> None:
+def test_a_model_without_a_checkout_is_compared_with_ddp(tmp_path):
     """In a process of its own: the other side forks."""
     command = [sys.executable, "benchmarks/projects.py", str(tmp_path), "--only", "Hugging Face GPT-2", "--stages", "2"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+    done = completed(command, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     found = re.search(r"^Hugging Face GPT-2, 2 stages: (\S+), (\S+)$", done.stdout, re.M)
     assert found is not None, done.stdout

@@ -1,6 +1,5 @@
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from harness import Gate, Turns
@@ -20,7 +19,7 @@ def in_thread(function: Callable[[], None]) -> tuple[threading.Thread, list[Base
     return thread, raised
 
 
-def test_sides_take_turns(tmp_path: Path) -> None:
+def test_sides_take_turns(tmp_path):
     turns = Turns(str(tmp_path), {"a": 1, "b": 2}, lambda: None)
     workers = [("a", 0), ("b", 0), ("b", 1)]
     threads = [in_thread(lambda s=s, r=r: [Gate(str(tmp_path), s).wait(r) for _ in range(4)]) for s, r in workers]
@@ -33,7 +32,7 @@ def test_sides_take_turns(tmp_path: Path) -> None:
     turns.close()
 
 
-def test_whoever_waits_or_comes_when_another_side_has_failed_does_not_wait_for_ever(tmp_path: Path) -> None:
+def test_whoever_waits_or_comes_when_another_side_has_failed_does_not_wait_for_ever(tmp_path):
     def fail() -> None:
         raise RuntimeError("the other side has failed")
 

@@ -1,7 +1,5 @@
 """Effects of faults on a process and on numbers."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os
@@ -58,7 +56,7 @@ def fail_with_all_sorts_of_clean_up(fail: Callable[[], None], path: Path) -> Non
 
 
 @pytest.mark.parametrize(("fail", "code"), [(faults.kill, -signal.SIGKILL), (faults.exit, 1)])
-def test_the_process_ends_at_once_without_clean_up(fail: Callable[[], None], code: int, tmp_path: Path) -> None:
+def test_the_process_ends_at_once_without_clean_up(fail, code, tmp_path):
     with child(fail_with_all_sorts_of_clean_up, fail, tmp_path / "witness") as process:
         process.join(SECONDS)
         assert process.exitcode == code
@@ -88,19 +86,18 @@ def drain(pipe: Any) -> list[str]:
     return received
 
 
-def test_hang_stops_all_threads_until_the_process_is_continued() -> None:
+def test_hang_stops_all_threads_until_the_process_is_continued():
     ours, theirs = context.Pipe()
     with child(beat_and, faults.hang, theirs) as process:
         assert wait_for(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
         drain(ours)
         time.sleep(0.2)
         assert not ours.poll(), "a stopped process sent something"
-        assert process.pid is not None
         os.kill(process.pid, signal.SIGCONT)
         assert wait_for(lambda: "went on" in drain(ours))
 
 
-def test_deadlock_blocks_the_main_thread_while_others_live() -> None:
+def test_deadlock_blocks_the_main_thread_while_others_live():
     ours, theirs = context.Pipe()
     with child(beat_and, faults.deadlock, theirs) as process:
         assert ours.poll(SECONDS)
@@ -111,7 +108,7 @@ def test_deadlock_blocks_the_main_thread_while_others_live() -> None:
         assert psutil.Process(process.pid).status() == psutil.STATUS_SLEEPING
 
 
-def test_a_deadlock_that_nobody_finds_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deadlock_that_nobody_finds_ends_with_an_error(monkeypatch):
     monkeypatch.setattr(faults, "_DEADLOCK_SECONDS", 0.05)
     with pytest.raises(InjectedFaultError, match="not found"):
         faults.deadlock()
@@ -170,7 +167,7 @@ def in_background(target: Callable[..., None], *args: Any) -> None:
     threading.Thread(target=run, daemon=True).start()
 
 
-def test_partition_drops_everything_both_ways_and_keeps_connections_open() -> None:
+def test_partition_drops_everything_both_ways_and_keeps_connections_open():
     ours, theirs = context.Pipe()
     old_lines: list[bytes] = []
     new_lines: list[bytes] = []
@@ -219,7 +216,7 @@ def send_and_be_cut_off(server: socket.socket, pipe: Any, messages: int, size: i
 
 
 @pytest.mark.parametrize(("messages", "size"), [(0, 10), (50, 10), (30, 200_000)])
-def test_partition_holds_back_what_a_new_a_chatty_or_a_busy_connection_sends(messages: int, size: int) -> None:
+def test_partition_holds_back_what_a_new_a_chatty_or_a_busy_connection_sends(messages, size):
     ours, theirs = context.Pipe()
     received: list[int] = []
 
@@ -243,7 +240,7 @@ DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_by_default_one_number_doubles_or_halves(dtype: torch.dtype) -> None:
+def test_by_default_one_number_doubles_or_halves(dtype):
     tensors = [torch.full((3, 2), 1.5, dtype=dtype), torch.full((4,), 1.5, dtype=dtype).expand(2, 4)[0]]
     assert flip(tensors, None, random.Random(0))
     changed = [float(x) for tensor in tensors for x in tensor.flatten() if float(x) != 1.5]
@@ -251,7 +248,7 @@ def test_by_default_one_number_doubles_or_halves(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_bit_0_is_one_unit_in_the_last_place_and_the_highest_bit_is_the_sign(dtype: torch.dtype) -> None:
+def test_bit_0_is_one_unit_in_the_last_place_and_the_highest_bit_is_the_sign(dtype):
     tensor = torch.ones(1, dtype=dtype)
     flip([tensor], 0, random.Random(0))
     assert float(tensor) == 1 + torch.finfo(dtype).eps
@@ -259,7 +256,7 @@ def test_bit_0_is_one_unit_in_the_last_place_and_the_highest_bit_is_the_sign(dty
     assert float(tensor) == -1 - torch.finfo(dtype).eps
 
 
-def test_the_same_fault_flips_the_same_bit() -> None:
+def test_the_same_fault_flips_the_same_bit():
     one, other = torch.zeros(50), torch.zeros(50)
     flip([one], 5, random.Random("fault"))
     flip([other], 5, random.Random("fault"))
@@ -267,11 +264,11 @@ def test_the_same_fault_flips_the_same_bit() -> None:
     assert int(one.ne(0).sum()) == 1
 
 
-def test_what_has_no_floating_point_numbers_stays() -> None:
+def test_what_has_no_floating_point_numbers_stays():
     assert not flip([torch.ones(3, dtype=torch.int64), None, "adam", torch.empty(0)], None, random.Random(0))
 
 
-def test_a_message_is_copied() -> None:
+def test_a_message_is_copied():
     sent = (torch.ones(4, requires_grad=True), None)
     wrong = flipped(sent, None, random.Random(0))
     assert int((wrong[0] != sent[0]).sum()) == 1
@@ -279,7 +276,7 @@ def test_a_message_is_copied() -> None:
     assert wrong[1] is None
 
 
-def test_the_next_output_alone_is_wrong() -> None:
+def test_the_next_output_alone_is_wrong():
     layer, value = nn.Linear(3, 3), torch.randn(2, 3)
     right = layer(value)
     flip_in_next_output([layer], None, random.Random(0))
@@ -287,7 +284,7 @@ def test_the_next_output_alone_is_wrong() -> None:
     assert torch.equal(layer(value), right)
 
 
-def test_every_nth_product_is_wrong_in_forward_and_backward() -> None:
+def test_every_nth_product_is_wrong_in_forward_and_backward():
     def run() -> tuple[torch.Tensor, torch.Tensor | None]:
         torch.manual_seed(0)
         layer = nn.Linear(3, 3)
@@ -305,26 +302,23 @@ def test_every_nth_product_is_wrong_in_forward_and_backward() -> None:
     assert torch.allclose(grad, right_grad)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({}, ["target=None", "'activation'"]),
-        ({"target": "heart"}, ["'heart'", "'gradient'"]),
-        ({"target": "parameter", "bit": -1}, ["bit=-1"]),
-        ({"target": "parameter", "every": 2}, ["every=2", "matmul"]),
-        ({"target": "matmul"}, ["every=None"]),
-        ({"target": "matmul", "every": 0}, ["every=0"]),
-        ({"target": "activation", "at": "reduce"}, ["at='forward'"]),
-        ({"target": "gradient"}, ["at='backward_weight', when='after'"]),
-        ({"target": "parameter", "at": "end"}, ["'end' is a point"]),
-    ],
-)
-def test_what_makes_no_sense_is_refused(arguments: dict[str, Any], words: list[str]) -> None:
+@pytest.mark.parametrize(("arguments", "words"), [
+    ({}, ["target=None", "'activation'"]),
+    ({"target": "heart"}, ["'heart'", "'gradient'"]),
+    ({"target": "parameter", "bit": -1}, ["bit=-1"]),
+    ({"target": "parameter", "every": 2}, ["every=2", "matmul"]),
+    ({"target": "matmul"}, ["every=None"]),
+    ({"target": "matmul", "every": 0}, ["every=0"]),
+    ({"target": "activation", "at": "reduce"}, ["at='forward'"]),
+    ({"target": "gradient"}, ["at='backward_weight', when='after'"]),
+    ({"target": "parameter", "at": "end"}, ["'end' is a point"]),
+])  # fmt: skip
+def test_what_makes_no_sense_is_refused(arguments, words):
     with pytest.raises(ConfigurationError) as error:
         Fault("bitflip", 0, 0, 1, **arguments)
     assert all(word in str(error.value) for word in words)
 
 
-def test_only_bits_have_targets() -> None:
+def test_only_bits_have_targets():
     with pytest.raises(ConfigurationError, match="belong to the kind 'bitflip'"):
         Fault("kill", 0, 0, 1, target="parameter")

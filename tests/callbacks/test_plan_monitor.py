@@ -1,7 +1,5 @@
 """The callback that keeps the plan up to date: what it refuses, and where its options go."""
 
-from typing import Any
-
 import pytest
 
 from lightning_recycle import ConfigurationError
@@ -9,24 +7,20 @@ from lightning_recycle.callbacks import PlanMonitor
 from lightning_recycle.control.plans.drift import DriftOptions
 
 
-def test_its_options_are_the_coordinators() -> None:
+def test_its_options_are_the_coordinators():
     assert PlanMonitor().options == DriftOptions(0.05, 20, 1000)
     assert PlanMonitor(threshold=0.1, window=5, horizon_steps=50).options == DriftOptions(0.1, 5, 50)
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"threshold": 0.0}, r"PlanMonitor\(threshold=0\.0\).*0\.05"),
-        ({"threshold": 1}, "fraction of a step"),
-        ({"threshold": float("nan")}, "threshold=nan"),
-        ({"threshold": True}, "threshold=True"),
-        ({"window": 2}, r"window=2.*at least 3"),
-        ({"window": 5.0}, r"window=5\.0"),
-        ({"horizon_steps": 0}, r"horizon_steps=0.*at least 1"),
-    ],
-    ids=str,
-)
-def test_what_cannot_work_is_refused(options: dict[str, Any], says: str) -> None:
+@pytest.mark.parametrize(("options", "says"), [
+    ({"threshold": 0.0}, r"PlanMonitor\(threshold=0\.0\).*0\.05"),
+    ({"threshold": 1}, "fraction of a step"),
+    ({"threshold": float("nan")}, "threshold=nan"),
+    ({"threshold": True}, "threshold=True"),
+    ({"window": 2}, r"window=2.*at least 3"),
+    ({"window": 5.0}, r"window=5\.0"),
+    ({"horizon_steps": 0}, r"horizon_steps=0.*at least 1"),
+], ids=str)  # fmt: skip
+def test_what_cannot_work_is_refused(options, says):
     with pytest.raises(ConfigurationError, match=says):
         PlanMonitor(**options)

@@ -123,7 +123,7 @@ class _Director(threading.Thread):
         return {one: int(ranks[str(one.pid)]) for one in self._processes if str(one.pid) in ranks}
 
     def _start(self) -> None:
-        process = process_context().Process(target=self._target)  # type: ignore[attr-defined]
+        process = process_context().Process(target=self._target)
         process.start()
         self._processes.append(process)
         self._starting[process.pid] = time.monotonic()

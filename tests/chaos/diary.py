@@ -99,11 +99,9 @@ class Diary(pl.Callback):
         self._write("applied", trainer.global_step)
 
     def _write(self, what: str, step: int, microbatches: tuple[tuple[int, tuple[int, ...]], ...] = ()) -> None:
-        strategy = self._strategy
-        collectives = strategy.session.collectives
+        collectives = self._strategy.session.collectives
         column = collectives.positions.column(collectives.rank)
         entry = Entry(what, time.monotonic_ns(), os.getpid(), column, self._generation(), step, microbatches)
-        assert self._file is not None
         self._file.write((json.dumps(asdict(entry)) + "\n").encode())
 
 

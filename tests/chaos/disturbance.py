@@ -36,9 +36,8 @@ class LateFaults(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        strategy: Any = trainer.strategy
-        if mine := self._of(strategy):
-            strategy.at_point.append(partial(_at_point, mine))
+        if mine := self._of(trainer.strategy):
+            trainer.strategy.at_point.append(partial(_at_point, mine))
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -74,6 +73,5 @@ class Pace(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        strategy: Any = trainer.strategy
-        if len(strategy.live_workers) < strategy.grid.num_workers:
+        if len(trainer.strategy.live_workers) < trainer.strategy.grid.num_workers:
             time.sleep(self._seconds)

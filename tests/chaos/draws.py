@@ -7,7 +7,6 @@ from itertools import pairwise
 
 from chaos.scenario import EPOCH, FAMILIES, SAMPLES, STEPS_IF_STOPPED, Crowd, LateFault, Recipe, Scenario, Trouble
 from lightning_recycle.callbacks import Fault
-from lightning_recycle.planning.planner import Switch
 
 _GRIDS = ((1, 2), (2, 1), (2, 2), (2, 2), (2, 2), (2, 3), (3, 1), (3, 2), (3, 2), (3, 3), (3, 3))
 _OPERATIONS = ("forward", "backward_input", "backward_weight", "reduce", "optimizer")
@@ -17,13 +16,9 @@ _ENDING = ("kill", "kill", "exit", "exception", "hang", "deadlock", "partition",
 _ANYWHERE = ("kill", "exit", "exception")  # found at once, wherever they happen
 _SECOND_STEP = 2  # from here on the usual times of operations are known, so a deadlock is found
 _HOOKS = (
-    "on_train_batch_start",
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_train_batch_end",
-)
+    "on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward",
+    "on_before_optimizer_step", "on_train_batch_end",
+)  # fmt: skip
 _SHORT_TIMEOUT = 1.0  # seconds; with it a scenario that outlasts it does not take long
 _LONG = 1.6  # seconds: longer than that
 _MOST_POSITIONS = 4  # with two members each
@@ -47,7 +42,7 @@ def draw(seed: int) -> Scenario:
         stages,
         _recipe(rng),
         staggered=rng.random() < 0.75,
-        split_backward=_split_backward(rng.random()),
+        split_backward="auto" if (drawn := rng.random()) < 0.35 else drawn < 0.85,
         shadow=rng.choice(("device", "device", "host")),
     )
     elastic = random.Random(f"as many/{seed}")
@@ -65,10 +60,6 @@ def _with_members(rng: random.Random, scenario: Scenario) -> Scenario:
     which = (None, 0, 1)
     faults = tuple(replace(fault, member=rng.choice(which)) for fault in scenario.faults)
     return replace(scenario, members=2, faults=faults, moves=(), flips=())
-
-
-def _split_backward(drawn: float) -> Switch:
-    return "auto" if drawn < 0.35 else drawn < 0.85
 
 
 def _recipe(rng: random.Random) -> Recipe:

@@ -14,14 +14,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from chaos.scenario import EPOCH, GLOBAL_BATCH, STEPS, Recipe
 from chaos.state import State, collect
-from chaos.training import (
-    SEED,
-    grid_trainer,
-    make_model,
-    trainer_options,
-    training_loader,
-    validation_loader,
-)
+from chaos.training import SEED, grid_trainer, make_model, trainer_options, training_loader, validation_loader
 from lightning_recycle.data.map_style import MicrobatchLoader
 from lightning_recycle.planning.grid import Grid, Microbatch
 

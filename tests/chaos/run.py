@@ -21,22 +21,13 @@ import torch
 from support.process_tree import descendants, left_after_a_while, orphans
 from support.training import difference as distance
 
-from chaos import stranger
+from chaos import stranger, training
 from chaos.crowd import AwaitCrowd, crowded
 from chaos.diary import Diary, audit, read_entries
 from chaos.disturbance import LateFaults, Pace
 from chaos.reference import reference
 from chaos.scenario import GLOBAL_BATCH, GLOBAL_MICROBATCHES, SAMPLES, Scenario
 from chaos.state import CHECKPOINTS, collect, compare, missing_checkpoints, rows_of, without_starts
-from chaos.training import (
-    ChaosModel,
-    LayersMove,
-    grid_trainer,
-    make_model,
-    trainer_options,
-    training_loader,
-    validation_loader,
-)
 from chaos.trouble import Troubles, clear
 from chaos.workplace import Workplace
 from lightning_recycle.callbacks import FaultInjectionCallback, HeartbeatCallback
@@ -90,7 +81,7 @@ class _Run:
     directory: Path
     checkpoints: Path
     disks: dict[str, Path]
-    model: ChaosModel
+    model: training.ChaosModel
     trainer: L.Trainer
     joins: list[str] = field(default_factory=list)  # what is wrong with workers that joined
     rows: list[dict[str, float]] = field(default_factory=list)  # of a training that a signal ended
@@ -129,7 +120,7 @@ def run_scenario(scenario: Scenario, place: Workplace, limit: float = LIMIT_SECO
     shutil.rmtree(directory)
     for folder in (place.tmpdir, *([place.disk] if place.disk else [])):
         _empty(folder)
-    history: Sequence[Event] = run.trainer.strategy.history  # type: ignore[attr-defined]
+    history: Sequence[Event] = run.trainer.strategy.history
     events = dict(Counter(event.kind for event in history))
     return Result(scenario.seed, tuple(problems), time.monotonic() - started, difference, events)
 
@@ -148,12 +139,12 @@ def _prepare(scenario: Scenario, place: Workplace, directory: Path) -> _Run:
         assert place.disk is not None, "this family needs a small disk"
         disks["fill-disk"] = place.disk
         checkpoints = place.disk / CHECKPOINTS
-    model = make_model(scenario.recipe)
+    model = training.make_model(scenario.recipe)
     return _Run(scenario, directory, checkpoints, disks, model, _trainer(scenario, directory, checkpoints, disks))
 
 
 def _trainer(scenario: Scenario, directory: Path, checkpoints: Path, disks: dict[str, Path]) -> L.Trainer:
-    options = trainer_options(scenario.recipe, directory, checkpoints)
+    options = training.trainer_options(scenario.recipe, directory, checkpoints)
     happens: list[Any] = [
         HeartbeatCallback(_HEARTBEAT_INTERVAL, scenario.heartbeat_timeout),
         Diary(directory / "diary"),
@@ -166,7 +157,7 @@ def _trainer(scenario: Scenario, directory: Path, checkpoints: Path, disks: dict
     elif scenario.restart_workers:
         happens.append(Pace(_PACE_SECONDS))
     if scenario.moves:
-        happens.append(LayersMove(scenario.moves))
+        happens.append(training.LayersMove(scenario.moves))
     options["callbacks"] = [*happens, *options["callbacks"]]
     strategy: dict[str, Any] = {
         "staggered": scenario.staggered,
@@ -182,21 +173,26 @@ def _trainer(scenario: Scenario, directory: Path, checkpoints: Path, disks: dict
     if scenario.lanes:
         numbers = scenario.pipelines, scenario.begins, scenario.lanes
         strategy |= dict(zip(("num_pipelines", "min_pipelines", "max_pipelines"), numbers, strict=True))
-    return grid_trainer(scenario.pipelines, scenario.stages, strategy, options, scenario.members, scenario.begins)
+    return training.grid_trainer(
+        scenario.pipelines, scenario.stages, strategy, options, scenario.members, scenario.begins
+    )
 
 
 def _join(scenario: Scenario, directory: Path, checkpoints: Path) -> None:
     """Body of a further process that takes part in the run of ``scenario``."""
     with _float64():
         trainer = _trainer(scenario, directory, checkpoints, {})
-        loader, validation = training_loader(scenario.pipelines), validation_loader(scenario.recipe, scenario.pipelines)
-        trainer.fit(make_model(scenario.recipe), loader, validation)
+        loader, validation = (
+            training.training_loader(scenario.pipelines),
+            training.validation_loader(scenario.recipe, scenario.pipelines),
+        )
+        trainer.fit(training.make_model(scenario.recipe), loader, validation)
 
 
 def _resume(run: _Run, limit: float) -> str:
     """Whoever starts the same script again after a signal has a new Trainer; nothing more happens to it."""
     run.rows = rows_of(run.directory)
-    run.model = make_model(run.scenario.recipe)
+    run.model = training.make_model(run.scenario.recipe)
     calm = replace(run.scenario, faults=(), flips=(), late_faults=(), troubles=())
     run.trainer = _trainer(calm, run.directory, run.checkpoints, run.disks)
     return _fit(run, limit, "hpc")
@@ -205,7 +201,7 @@ def _resume(run: _Run, limit: float) -> str:
 def _fit(run: _Run, limit: float, checkpoint: str | None = None) -> str:
     """Trains, and says how that ended."""
     scenario = run.scenario
-    loader = training_loader(scenario.pipelines, scenario.loader_processes)
+    loader = training.training_loader(scenario.pipelines, scenario.loader_processes)
     join = partial(_join, scenario, run.directory, run.checkpoints)
     try:
         with (
@@ -213,7 +209,7 @@ def _fit(run: _Run, limit: float, checkpoint: str | None = None) -> str:
             _strangers(scenario),
             crowded(scenario.crowds, run.directory / _CROWD, join) as run.joins,
         ):
-            validation = validation_loader(scenario.recipe, scenario.pipelines)
+            validation = training.validation_loader(scenario.recipe, scenario.pipelines)
             run.trainer.fit(run.model, loader, validation, ckpt_path=checkpoint, weights_only=False)
     except StageLostError as error:
         return _IN_THE_LOSS if scenario.must_end_in_an_error else f"in {error}"

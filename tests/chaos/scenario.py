@@ -143,11 +143,7 @@ class Trouble:
 
     def __str__(self) -> str:
         who = "all" if self.worker is None else ",".join(map(str, self.worker))
-        what = {
-            "seconds": f" {self.seconds:g} s",
-            "steps": f" {self.steps} steps",
-            "sample": f" sample {self.sample}",
-        }
+        what = {"seconds": f" {self.seconds:g} s", "steps": f" {self.steps} steps", "sample": f" sample {self.sample}"}
         set_ones = [text for name, text in what.items() if getattr(self, name) != type(self).__dict__[name]]
         return f"{self.kind}({who})@{self.step}:{self.where}{''.join(set_ones)}"
 

@@ -92,19 +92,12 @@ class FinalCheckpoint(pl.Callback):
 def _of_one_process(trainer: pl.Trainer) -> State:
     """What one process holds besides the parameters and what depends on them one by one."""
     return {
-        "progress": {
-            "global_step": trainer.global_step,
-            "current_epoch": trainer.current_epoch,
-            "should_stop": trainer.should_stop,
-            "loops": _of_lightning(trainer.fit_loop.state_dict()),
-        },
-        "metrics": {
-            "callback": _own(trainer.callback_metrics),
-            "logged": _own(trainer.logged_metrics),
-            "bar": _own(trainer.progress_bar_metrics),
-        },
+        "progress": {"global_step": trainer.global_step, "current_epoch": trainer.current_epoch,
+                     "should_stop": trainer.should_stop, "loops": _of_lightning(trainer.fit_loop.state_dict())},
+        "metrics": {"callback": _own(trainer.callback_metrics), "logged": _own(trainer.logged_metrics),
+                    "bar": _own(trainer.progress_bar_metrics)},
         "callbacks": _states({callback.state_key: callback.state_dict() for callback in trainer.callbacks}),
-    }
+    }  # fmt: skip
 
 
 def _of_lightning(fit_loop: dict[str, Any]) -> dict[str, Any]:

@@ -2,17 +2,16 @@
 
 import copy
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.sampling import sampled
+from support.scripts import completed
 
 from chaos.__main__ import main
 from chaos.diary import Entry, audit
@@ -37,26 +36,26 @@ def place() -> Iterator[Workplace]:
 
 
 @pytest.mark.parametrize("seed", sampled(SEEDS, 3, rest=pytest.mark.long))
-def test_a_random_scenario_ends_in_the_exact_state_and_leaves_nothing(seed: int, place: Workplace) -> None:
+def test_a_random_scenario_ends_in_the_exact_state_and_leaves_nothing(seed, place):
     assert run_scenario(draw(seed), place).problems == ()
 
 
 @pytest.mark.long
-def test_scenarios_with_small_disks_end_so_too() -> None:
+def test_scenarios_with_small_disks_end_so_too():
     """In a process of its own, which can have a mount namespace."""
     command = [sys.executable, "-m", "chaos", "--only", *map(str, SEEDS_WITH_SMALL_DISKS)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = completed(command)
     if "LEFT OUT" in done.stdout:
         pytest.skip("this system allows no mount namespace")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_samples_hold_every_family() -> None:
+def test_the_samples_hold_every_family():
     assert {draw(seed).family for seed in (*SEEDS, *SEEDS_WITH_SMALL_DISKS)} == FAMILIES.keys() - {"elastic"}
 
 
 @pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_a_run_begins_with_one_lane_has_six_in_the_middle_and_two_in_the_end(stages: int, place: Workplace) -> None:
+def test_a_run_begins_with_one_lane_has_six_in_the_middle_and_two_in_the_end(stages, place):
     recipe = Recipe(monitored="train_error", keeps_best=True)
     crowds = (Crowd(5, 6 * stages), Crowd(13, 2 * stages))
     killed = (LateFault("kill", 3, 0, 20),)
@@ -71,12 +70,12 @@ def test_a_run_begins_with_one_lane_has_six_in_the_middle_and_two_in_the_end(sta
 # ---------------------------------------------------------------------- what is drawn
 
 
-def test_a_scenario_depends_on_its_seed_only() -> None:
+def test_a_scenario_depends_on_its_seed_only():
     assert draw(7) == draw(7)
     assert len({draw(seed) for seed in range(50)}) == 50
 
 
-def test_scenarios_of_a_run_hold_every_family_kind_of_fault_and_option() -> None:
+def test_scenarios_of_a_run_hold_every_family_kind_of_fault_and_option():
     scenarios = [draw(seed) for seed in range(10_000, 10_300)]
     assert {scenario.family for scenario in scenarios} == FAMILIES.keys()
     kinds = {fault.kind for scenario in scenarios for fault in scenario.faults}
@@ -100,7 +99,7 @@ def test_scenarios_of_a_run_hold_every_family_kind_of_fault_and_option() -> None
 ENDS_A_WORKER = ("OSError", "MemoryError", "descriptors", "kill-loader")
 
 
-def test_in_every_stage_of_a_survivable_scenario_one_worker_is_left_alone() -> None:
+def test_in_every_stage_of_a_survivable_scenario_one_worker_is_left_alone():
     for scenario in map(draw, range(1000)):
         fatal = {(fault.pipeline, fault.stage) for fault in scenario.faults if fault.kind != "slow"}
         fatal |= {t.worker for t in scenario.troubles if t.kind in ENDS_A_WORKER and t.worker is not None}
@@ -114,7 +113,7 @@ def test_in_every_stage_of_a_survivable_scenario_one_worker_is_left_alone() -> N
         assert all(trouble.step < scenario.recipe.steps for trouble in scenario.troubles)
 
 
-def test_what_fails_beside_a_slow_worker_fails_before() -> None:
+def test_what_fails_beside_a_slow_worker_fails_before():
     """A peer that is well may cost a slow worker its place; so the peer must not fail afterwards."""
     slow = [s for s in map(draw, range(1000)) if s.family in ("slow-hooks", "slow-microbatches", "held-gil")]
     assert any(scenario.faults for scenario in slow)
@@ -124,7 +123,7 @@ def test_what_fails_beside_a_slow_worker_fails_before() -> None:
         assert all(fault.step is not None and fault.step < trouble.step - 1 for fault in scenario.faults)
 
 
-def test_only_scenarios_of_a_family_are_drawn_if_it_is_named() -> None:
+def test_only_scenarios_of_a_family_are_drawn_if_it_is_named():
     from chaos.__main__ import _seeds
 
     found = list(_seeds([1, 2], 3, ["strangers"], ()))
@@ -138,20 +137,16 @@ def test_only_scenarios_of_a_family_are_drawn_if_it_is_named() -> None:
 
 
 @pytest.mark.long
-def test_the_command_prints_a_table_and_tells_success(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_a_table_and_tells_success(capsys):
     assert main(["--only", str(QUICK)]) == 0
     out = capsys.readouterr().out
     (line,) = (line for line in out.splitlines() if line.split()[:1] == [str(QUICK)])
-    assert line.split()[1:3] == [_grid(draw(QUICK)), "ok"]
+    assert line.split()[1:3] == [f"{draw(QUICK).pipelines}x{draw(QUICK).stages}", "ok"]
     assert "all exact" in out
     assert all(f"LEFT OUT: {family}" in out for family in NEEDS_SMALL_DISKS)
 
 
-def _grid(scenario: Scenario) -> str:
-    return f"{scenario.pipelines}x{scenario.stages}"
-
-
-def test_the_table_counts_by_family_and_names_the_seeds_that_failed() -> None:
+def test_the_table_counts_by_family_and_names_the_seeds_that_failed():
     good, bad = Result(10_000, (), 2.0, 1e-16, {"failure": 1}), Result(10_001, ("it hung",), 3.0, None, {})
     assert row(bad).splitlines()[1].strip() == "it hung"
     text = summary([good, bad], 5.0)
@@ -189,11 +184,11 @@ def problems(entries: list[Entry]) -> list[str]:
     return audit(entries, stages=1, steps=2, microbatches=2, samples=4, global_batch=2)
 
 
-def test_the_audit_accepts_a_redone_step() -> None:
+def test_the_audit_accepts_a_redone_step():
     assert problems(good_entries()) == []
 
 
-def test_the_audit_sees_a_lost_a_doubled_and_a_repeated_sample() -> None:
+def test_the_audit_sees_a_lost_a_doubled_and_a_repeated_sample():
     entries = good_entries()
     lost = [replace(e, microbatches=e.microbatches[:1]) if e.generation == (0, 1) else e for e in entries]
     assert any("reduced the micro-batches [0] in step 1" in problem for problem in problems(lost))
@@ -207,7 +202,7 @@ def test_the_audit_sees_a_lost_a_doubled_and_a_repeated_sample() -> None:
     assert problems(repeated) == ["stage 0 used samples of epoch 0 other than once: {0: 2, 2: 0}"]
 
 
-def test_the_audit_sees_a_step_that_was_left_out_or_applied_twice() -> None:
+def test_the_audit_sees_a_step_that_was_left_out_or_applied_twice():
     entries = good_entries()
     assert "stage 0 never reduced step 1" in problems([e for e in entries if e.what != "reduced" or e.step == 0])
     twice = [*entries, replace(entries[-1], time=99)]
@@ -227,7 +222,7 @@ def undisturbed() -> Iterator[dict[str, Any]]:
     torch.set_default_dtype(before)
 
 
-def test_an_undisturbed_training_is_driven_by_what_it_measures(undisturbed: dict[str, Any]) -> None:
+def test_an_undisturbed_training_is_driven_by_what_it_measures(undisturbed):
     epochs = undisturbed["callbacks"]["Tally"]["epochs"]
     assert len({epoch["options"][0]["lr"] for epoch in epochs}) > 1
     assert {float(epoch["metrics"]["train_samples"]) for epoch in epochs} == {SAMPLES}
@@ -236,7 +231,7 @@ def test_an_undisturbed_training_is_driven_by_what_it_measures(undisturbed: dict
     assert reference(replace(MONITORED, stops=True))["progress"]["global_step"] == STEPS_IF_STOPPED
 
 
-def test_the_same_state_has_no_differences(undisturbed: dict[str, Any]) -> None:
+def test_the_same_state_has_no_differences(undisturbed):
     assert list(compare(copy.deepcopy(undisturbed), undisturbed)) == []
 
 
@@ -261,14 +256,14 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("where", CHANGES)
-def test_what_differs_is_named(undisturbed: dict[str, Any], where: str) -> None:
+def test_what_differs_is_named(undisturbed, where):
     changed = copy.deepcopy(undisturbed)
     CHANGES[where](changed)
     (problem,) = compare(changed, undisturbed)
     assert problem.startswith(f"{where}: ")
 
 
-def test_what_one_worker_saw_otherwise_is_named(undisturbed: dict[str, Any]) -> None:
+def test_what_one_worker_saw_otherwise_is_named(undisturbed):
     changed = copy.deepcopy(undisturbed)
     (seen,) = undisturbed["workers"].values()
     other = copy.deepcopy(seen)
@@ -278,7 +273,7 @@ def test_what_one_worker_saw_otherwise_is_named(undisturbed: dict[str, Any]) -> 
     assert problem.startswith("worker 3-78['metrics']['callback']['train_samples']: differs by 12")
 
 
-def test_damaged_missing_and_foreign_checkpoints_are_named(tmp_path: Path) -> None:
+def test_damaged_missing_and_foreign_checkpoints_are_named(tmp_path):
     names = [f"epoch=0-step={step}.ckpt" for step in (2, 4, 6)]
     torch.save({"global_step": 2}, tmp_path / names[0])
     (tmp_path / names[2]).write_bytes(b"half")
@@ -294,7 +289,7 @@ def test_damaged_missing_and_foreign_checkpoints_are_named(tmp_path: Path) -> No
 QUIET = Scenario(seed=1, family="faults", pipelines=1, stages=1)
 
 
-def test_a_scenario_that_is_not_exact_is_reported(monkeypatch: pytest.MonkeyPatch, place: Workplace) -> None:
+def test_a_scenario_that_is_not_exact_is_reported(monkeypatch, place):
     from chaos import run
 
     def wrong(recipe: Recipe) -> dict[str, Any]:
@@ -310,7 +305,7 @@ def test_a_scenario_that_is_not_exact_is_reported(monkeypatch: pytest.MonkeyPatc
     assert found[1] == "progress['global_step']: 24 != 25"
 
 
-def test_what_is_left_in_tmpdir_is_reported(monkeypatch: pytest.MonkeyPatch, place: Workplace) -> None:
+def test_what_is_left_in_tmpdir_is_reported(monkeypatch, place):
     from chaos import run
 
     def leaves_something(*arguments: Any) -> str:
@@ -323,10 +318,10 @@ def test_what_is_left_in_tmpdir_is_reported(monkeypatch: pytest.MonkeyPatch, pla
     assert place.in_tmpdir() == set()
 
 
-def test_a_scenario_that_hangs_ends_with_its_bound(monkeypatch: pytest.MonkeyPatch, place: Workplace) -> None:
+def test_a_scenario_that_hangs_ends_with_its_bound(monkeypatch, place):
     from chaos import run
 
-    monkeypatch.setattr(run, "validation_loader", lambda *_: time.sleep(20))
+    monkeypatch.setattr(run.training, "validation_loader", lambda *_: time.sleep(20))
     result = run_scenario(QUIET, place, limit=0.15)
     assert len(result.problems) == 1
     assert "_TooLong: it was not over after 0.15 s" in result.problems[0]

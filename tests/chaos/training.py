@@ -115,20 +115,16 @@ class LayersMove(L.Callback):
     @override
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step in self.moves:
-            trainer.strategy.move_layers(self.moves[trainer.global_step])  # type: ignore[attr-defined]
+            trainer.strategy.move_layers(self.moves[trainer.global_step])
 
 
 def make_model(recipe: Recipe) -> ChaosModel:
     return (MonitoredModel if recipe.monitored else ChaosModel)(recipe)
 
 
-def training_data() -> TensorDataset:
-    return _data(SAMPLES, seed=1)
-
-
 def training_loader(pipelines: int, processes: int = 0) -> DataLoader[Any]:
     """The data, shuffled, for ``pipelines``."""
-    return DataLoader(training_data(), batch_size=GLOBAL_BATCH // pipelines, shuffle=True, num_workers=processes)
+    return DataLoader(_data(SAMPLES, seed=1), batch_size=GLOBAL_BATCH // pipelines, shuffle=True, num_workers=processes)
 
 
 def validation_loader(recipe: Recipe, pipelines: int) -> DataLoader[Any] | None:
@@ -164,18 +160,12 @@ def trainer_options(recipe: Recipe, directory: Path, checkpoints: Path | None = 
         name = f"best-{{epoch}}-{{{recipe.monitored}:.6f}}"
         callbacks.append(ModelCheckpoint(folder, name, recipe.monitored, save_top_k=2, save_last=True))
     return {
-        "accelerator": "cpu",
-        "max_steps": recipe.steps if not recipe.stops else -1,
-        "max_epochs": -1 if not recipe.stops else _NEVER,
-        "gradient_clip_val": _CLIP_NORM if recipe.clips else None,
-        "callbacks": [*callbacks, FinalCheckpoint(directory)],
-        "logger": CSVLogger(directory, name="csv", version=0),
-        "log_every_n_steps": 1,
-        "enable_checkpointing": recipe.saves,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "default_root_dir": directory,
-    }
+        "accelerator": "cpu", "max_steps": recipe.steps if not recipe.stops else -1,
+        "max_epochs": -1 if not recipe.stops else _NEVER, "gradient_clip_val": _CLIP_NORM if recipe.clips else None,
+        "callbacks": [*callbacks, FinalCheckpoint(directory)], "logger": CSVLogger(directory, name="csv", version=0),
+        "log_every_n_steps": 1, "enable_checkpointing": recipe.saves, "enable_progress_bar": False,
+        "enable_model_summary": False, "default_root_dir": directory,
+    }  # fmt: skip
 
 
 def grid_trainer(

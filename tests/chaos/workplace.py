@@ -87,7 +87,7 @@ def enter_namespace(arguments: Sequence[str]) -> None:
 def _stop_forkserver() -> None:
     """The next process to be started starts another one."""
     with contextlib.suppress(OSError):  # it was killed, and somebody has noticed
-        forkserver._forkserver._stop()  # type: ignore[attr-defined]
+        forkserver._forkserver._stop()
 
 
 def has_small_disks() -> bool:

@@ -39,13 +39,9 @@ Answer = tuple[int, str, str]
 
 @functools.cache
 def _driver() -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", _DRIVER],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "COLUMNS": "160"},
-    )
+    pipe = subprocess.PIPE
+    env = {**os.environ, "COLUMNS": "160"}
+    process = subprocess.Popen([sys.executable, "-c", _DRIVER], stdin=pipe, stdout=pipe, text=True, env=env)
     atexit.register(process.communicate)  # it ends with its input
     return process
 
@@ -53,8 +49,6 @@ def _driver() -> subprocess.Popen[str]:
 def run_all(command: str, directory: Path, *calls: list[str]) -> list[Answer]:
     """Exit code, output and errors of each call; fails when any of them has imported torch."""
     driver = _driver()
-    assert driver.stdin is not None
-    assert driver.stdout is not None
     print(json.dumps([_MODULES[command], command, str(directory), calls]), file=driver.stdin, flush=True)
     answers = driver.stdout.readline()
     assert answers, "the process has ended; its traceback is above"

@@ -1,7 +1,6 @@
 """``recycle-simulate`` as a user meets it: figures, files, sweeps, and one line for bad input."""
 
 import json
-import subprocess
 import sys
 from dataclasses import asdict, fields
 from itertools import pairwise
@@ -13,6 +12,7 @@ from command_driver import check_refused, run, run_all
 from hydra import compose, initialize_config_dir
 from hydra.utils import get_class, instantiate
 from omegaconf import OmegaConf
+from support.scripts import completed
 
 from lightning_recycle import __version__
 from lightning_recycle.commands.simulate import model_from
@@ -38,20 +38,20 @@ def options(group: str) -> list[str]:
 
 def composed(*overrides: str) -> dict[str, Any]:
     with initialize_config_dir(str(CONF), version_base=None):
-        return OmegaConf.to_container(compose("simulate", overrides=list(overrides)), resolve=True)  # type: ignore
+        return OmegaConf.to_container(compose("simulate", overrides=list(overrides)), resolve=True)
 
 
-def test_the_installed_script_simulates(tmp_path: Path) -> None:
+def test_the_installed_script_simulates(tmp_path):
     script = Path(sys.executable).with_name("recycle-simulate")
     if not script.exists():
         pytest.skip("the package is not installed with its scripts")
-    done = subprocess.run([script, *SMALL, "policy=restart"], capture_output=True, text=True, cwd=tmp_path, check=False)
+    done = completed([script, *SMALL, "policy=restart"], cwd=tmp_path)
     said = "simulating gpt3_medium, Restart (1F1B), failure every 2 h: 3 runs of 6 h\n"
     assert (done.returncode, done.stderr) == (0, said)
     assert "samples/s" in done.stdout
 
 
-def test_each_job_says_at_its_start_what_its_failures_mean_and_nothing_else(tmp_path: Path) -> None:
+def test_each_job_says_at_its_start_what_its_failures_mean_and_nothing_else(tmp_path):
     """A unit that was forgotten is seen at once: "failure every 2 s" runs for minutes."""
     few = ["-m", "model=gpt3_medium", "policy=restart", "duration=10s", "seeds=1"]
     ((code, out, err),) = run_all("recycle-simulate", tmp_path, [*few, "failures.mtbf=2,2h"])
@@ -63,14 +63,14 @@ def test_each_job_says_at_its_start_what_its_failures_mean_and_nothing_else(tmp_
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+def one(tmp_path_factory) -> tuple[str, Path]:
     """What one run prints, and its folder."""
     directory = tmp_path_factory.mktemp("one")
     out = simulate(directory, *SMALL, "policy=restart", "policy.restart=2min", "failures.mtbf=30min", "output=here")
     return out, directory / "here"
 
 
-def test_what_is_written_is_what_the_simulator_says(one: tuple[str, Path]) -> None:
+def test_what_is_written_is_what_the_simulator_says(one):
     result = result_in(one[1])
     model = get_model("gpt3_medium")
     expected = repeat(model, Cluster.of(model), Restart(restart="2min"), Poisson("30min"), "6h", range(3))
@@ -79,11 +79,7 @@ def test_what_is_written_is_what_the_simulator_says(one: tuple[str, Path]) -> No
     assert result["deviation"] == expected.deviation
     assert [run["throughput"] for run in result["runs"]] == [each.throughput for each in expected.results]
     assert "checkpoint_every" in result["policy"].pop("durations")
-    assert result["policy"] == {
-        "name": "Restart",
-        "settings": asdict(Restart(restart="2min")),
-        "changed": ["restart"],
-    }
+    assert result["policy"] == {"name": "Restart", "settings": asdict(Restart(restart="2min")), "changed": ["restart"]}
     assert result["policy"]["settings"]["schedule"] == "1f1b"
     assert result["mfu"] == expected.mean("mfu")
     assert result["model"]["efficiency"] == model.efficiency
@@ -91,7 +87,7 @@ def test_what_is_written_is_what_the_simulator_says(one: tuple[str, Path]) -> No
     assert sum(result["losses"].values()) == pytest.approx(result["fault_free_throughput"] - result["throughput"])
 
 
-def test_what_is_printed_is_what_is_written(one: tuple[str, Path]) -> None:
+def test_what_is_printed_is_what_is_written(one):
     out, folder = one
     result = result_in(folder)
     lines = {line.split("  ")[0].strip(" │"): line for line in out.splitlines()}
@@ -108,7 +104,7 @@ def test_what_is_printed_is_what_is_written(one: tuple[str, Path]) -> None:
         assert f"{seconds / 3600:,.2f}" in lines[cause], cause
 
 
-def test_a_run_without_a_kept_step_says_why_and_shows_no_negative_zero(tmp_path: Path) -> None:
+def test_a_run_without_a_kept_step_says_why_and_shows_no_negative_zero(tmp_path):
     tiny = ["model=gpt3_medium", "seeds=1", "duration=10s"]
     out = simulate(tmp_path, *tiny, "policy=restart", "failures=scripted", "failures.outages=[[0.1,[0],null]]")
     assert "nothing was trained: a failure undid every step" in out
@@ -117,7 +113,7 @@ def test_a_run_without_a_kept_step_says_why_and_shows_no_negative_zero(tmp_path:
     assert "nothing was trained: too few workers for a pipeline" in out
 
 
-def test_the_timeline_has_no_gap(one: tuple[str, Path]) -> None:
+def test_the_timeline_has_no_gap(one):
     _, folder = one
     result = result_in(folder)
     intervals = result["timeline"]["intervals"]
@@ -128,7 +124,7 @@ def test_the_timeline_has_no_gap(one: tuple[str, Path]) -> None:
     assert sum(len(event["nodes"]) for event in failures) == result["runs"][0]["node_failures"] > 0
 
 
-def test_a_sweep_over_all_policies_has_a_folder_for_each_and_a_table(tmp_path: Path) -> None:
+def test_a_sweep_over_all_policies_has_a_folder_for_each_and_a_table(tmp_path):
     out = simulate(tmp_path, "-m", *SMALL, "seeds=1", "policy=glob(*)", "failures.mtbf=2h,30min", "output=jobs")
     policies = options("policy")
     found = [result_in(tmp_path / "jobs" / str(job)) for job in range(2 * len(policies))]
@@ -141,7 +137,7 @@ def test_a_sweep_over_all_policies_has_a_folder_for_each_and_a_table(tmp_path: P
     assert spares["cluster"]["nodes"] == 33
 
 
-def test_a_sweep_over_all_failure_sources(tmp_path: Path) -> None:
+def test_a_sweep_over_all_failure_sources(tmp_path):
     simulate(tmp_path, "-m", *SMALL, "policy=drop_replica", "failures=glob(*)", "output=jobs")
     found = [result_in(tmp_path / "jobs" / str(job)) for job in range(len(options("failures")))]
     assert [len(each["runs"]) for each in found] == [
@@ -153,14 +149,14 @@ def test_a_sweep_over_all_failure_sources(tmp_path: Path) -> None:
     assert rates["trace"]["node_failures"] > 10
 
 
-def test_nothing_is_written_unless_it_is_asked_for(tmp_path: Path) -> None:
+def test_nothing_is_written_unless_it_is_asked_for(tmp_path):
     few = [*SMALL, "seeds=1", "policy=restart"]
     for arguments in (few, ["-m", *few, "failures.mtbf=1h,2h"], ["--help"], ["--version"]):
         assert "wrote" not in simulate(tmp_path, *arguments)
         assert list(tmp_path.iterdir()) == [], arguments
 
 
-def test_help_has_its_own_groups_and_the_comments_of_the_settings(tmp_path: Path) -> None:
+def test_help_has_its_own_groups_and_the_comments_of_the_settings(tmp_path):
     shown = simulate(tmp_path, "policy=restart", "--help")
     first, _, *examples = shown.splitlines()[:5]
     assert first.startswith("recycle-simulate: simulate training runs")
@@ -173,7 +169,7 @@ def test_help_has_its_own_groups_and_the_comments_of_the_settings(tmp_path: Path
     assert simulate(tmp_path, "--version") == f"recycle-simulate {__version__}\n"
 
 
-def test_one_schedule_for_all_policies(tmp_path: Path) -> None:
+def test_one_schedule_for_all_policies(tmp_path):
     simulate(
         tmp_path, "-m", *SMALL, "seeds=1", "policy=merge,recycle,fault_free", "schedule=planned,1f1b", "output=jobs"
     )
@@ -182,26 +178,26 @@ def test_one_schedule_for_all_policies(tmp_path: Path) -> None:
     assert all(fast["ratio"] > slow["ratio"] for fast, slow in zip(found[::2], found[1::2], strict=True))
 
 
-def test_a_trace_is_replayed_to_its_end(tmp_path: Path) -> None:
+def test_a_trace_is_replayed_to_its_end(tmp_path):
     arguments = ["model=gpt3_medium", "policy=oobleck", "failures=trace", "failures.trace=aws-p3"]
     simulate(tmp_path, *arguments, "failures.start=10min", "output=here")
     assert result_in(tmp_path / "here")["duration"] == pytest.approx(11.4 * 3600 - 600, rel=0.01)
 
 
-def test_jobs_return_a_number_that_a_sweeper_can_optimize(tmp_path: Path) -> None:
+def test_jobs_return_a_number_that_a_sweeper_can_optimize(tmp_path):
     code = (
         "import sys; from lightning_recycle.commands import simulate as s; f = s.simulate_and_show\n"
         "s.simulate_and_show = lambda config: print('VALUE', repr(f(config)))\n"
         "sys.argv = ['x', 'output=here', *sys.argv[1:]]; s.main()"
     )
     command = [sys.executable, "-c", code, *SMALL, "policy=fault_free"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
+    done = completed(command, cwd=tmp_path, check=True)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("VALUE")]
     assert float(line.split()[1]) == pytest.approx(27.58)
 
 
 @pytest.mark.parametrize("group", ["policy", "failures"])
-def test_configuration_names_every_constant_with_the_value_that_the_class_has(group: str) -> None:
+def test_configuration_names_every_constant_with_the_value_that_the_class_has(group):
     for name in options(group):
         settings = composed(f"{group}={name}")[group]
         kind = get_class(settings.pop("_target_"))
@@ -211,7 +207,7 @@ def test_configuration_names_every_constant_with_the_value_that_the_class_has(gr
         assert instantiate({"_target_": f"{kind.__module__}.{kind.__name__}", **settings}) == usual
 
 
-def test_configuration_of_models_is_that_of_the_catalogue() -> None:
+def test_configuration_of_models_is_that_of_the_catalogue():
     assert set(options("model")) == set(available_models())
     for name in available_models():
         settings = composed(f"model={name}")["model"]
@@ -245,12 +241,12 @@ BAD = [
 ]
 
 
-def test_bad_input_ends_with_one_line_and_exit_code_2(tmp_path: Path) -> None:
+def test_bad_input_ends_with_one_line_and_exit_code_2(tmp_path):
     check_refused("recycle-simulate", tmp_path, BAD, "output=here")
     assert not (tmp_path / "here" / "result.json").exists()
 
 
-def test_a_sweep_with_an_impossible_job_runs_none(tmp_path: Path) -> None:
+def test_a_sweep_with_an_impossible_job_runs_none(tmp_path):
     arguments = ["-m", *SMALL, "policy=restart", "failures.mtbf=2h,often"]
     ((code, out, err),) = run_all("recycle-simulate", tmp_path, arguments)
     message = "failures.mtbf=often: give a duration above 0, e.g. 90, 30min or 6h."
@@ -258,20 +254,20 @@ def test_a_sweep_with_an_impossible_job_runs_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sweep", [[], ["-m"]])
-def test_a_folder_in_a_missing_folder_is_refused_and_not_made(tmp_path: Path, sweep: list[str]) -> None:
+def test_a_folder_in_a_missing_folder_is_refused_and_not_made(tmp_path, sweep):
     calls = [([*sweep, *SMALL, "seeds=1,2" if sweep else "seeds=1", "output=mistyped/here"], "no folder mistyped")]
     check_refused("recycle-simulate", tmp_path, calls)
     assert not (tmp_path / "mistyped").exists()
 
 
 @pytest.mark.parametrize("sweep", [[], ["-m", "seeds=1,2"]])
-def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path, sweep: list[str]) -> None:
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path, sweep):
     (tmp_path / "plan.json").write_text("{}")
     calls = [([*sweep, *SMALL, "output=plan.json"], "output=plan.json is a file: give a folder.")]
     check_refused("recycle-simulate", tmp_path, calls)
 
 
-def test_a_folder_that_cannot_be_written_is_bad_input(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_bad_input(tmp_path):
     (tmp_path / "here" / "result.json").mkdir(parents=True)
     ((code, _, err),) = run_all("recycle-simulate", tmp_path, [*SMALL, "policy=fault_free", "output=here"])
     assert (code, err.count("\n")) == (2, 2)

@@ -6,42 +6,24 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+from lightning_recycle.control.protocol import messages as m
+from lightning_recycle.control.protocol import state as s
 from lightning_recycle.control.protocol.membership import transition
-from lightning_recycle.control.protocol.messages import (
-    Activity,
-    Applied,
-    Commit,
-    Losses,
-    Milestone,
-    Reached,
-    Report,
-    WorkerStatus,
-)
-from lightning_recycle.control.protocol.state import (
-    Command,
-    Joined,
-    Lost,
-    MembershipEvent,
-    MembershipState,
-    Record,
-    Send,
-    initial_state,
-)
 from lightning_recycle.planning.grid import Grid
 
 GRID = Grid(2, 2, 2)  # ranks 0 and 2 are stage 0, ranks 1 and 3 stage 1
 ALL = (0, 1, 2, 3)
 
 
-def feed(state: MembershipState, *events: MembershipEvent) -> tuple[MembershipState, list[Command]]:
+def feed(state: s.MembershipState, *events: s.MembershipEvent) -> tuple[s.MembershipState, list[s.Command]]:
     """The state after ``events``, and all commands that they caused. No worker applies a step before its loss is known:
     losses that are not among the events come before the first that has.
     """
-    caused: list[Command] = []
+    caused: list[s.Command] = []
     for event in events:
-        if isinstance(event, Applied):
+        if isinstance(event, m.Applied):
             state = _with_losses(state, event.step)
-        elif isinstance(event, Reached) and event.milestone is Milestone.AT_BOUNDARY:
+        elif isinstance(event, m.Reached) and event.milestone is m.Milestone.AT_BOUNDARY:
             state = _with_losses(state, event.step - 1)
         state, commands = transition(state, event)
         caused += commands
@@ -51,10 +33,10 @@ def feed(state: MembershipState, *events: MembershipEvent) -> tuple[MembershipSt
 class Scene:
     """A state and what the newest events have caused: ``given(state, *events).when(*events).then(*commands)``."""
 
-    def __init__(self, state: MembershipState, *events: MembershipEvent) -> None:
+    def __init__(self, state: s.MembershipState, *events: s.MembershipEvent) -> None:
         self.state, self.commands = feed(state, *events)
 
-    def when(self, *events: MembershipEvent) -> Scene:
+    def when(self, *events: s.MembershipEvent) -> Scene:
         self.state, self.commands = feed(self.state, *events)
         return self
 
@@ -68,15 +50,7 @@ class Scene:
 
 given = Scene
 
-_PLAIN = {
-    "int": 0,
-    "float": 0.0,
-    "str": "",
-    "bool": False,
-    "Mapping": {},
-    "tuple": (),
-    "Activity": Activity(0, "F"),
-}
+_PLAIN = {"int": 0, "float": 0.0, "str": "", "bool": False, "Mapping": {}, "tuple": (), "Activity": m.Activity(0, "F")}
 
 
 def dummy(kind: type, **fields: Any) -> Any:
@@ -88,52 +62,52 @@ def dummy(kind: type, **fields: Any) -> Any:
     return kind(**fields)
 
 
-def _with_losses(state: MembershipState, newest: int) -> MembershipState:
+def _with_losses(state: s.MembershipState, newest: int) -> s.MembershipState:
     """The losses of all steps up to ``newest`` are known."""
     of_all = dict.fromkeys(range(state.grid.global_microbatches), 0.5)
     for step in range(state.steps.summed, newest + 1):
-        state, _ = transition(state, Losses(min(state.roster.live), step, of_all))
+        state, _ = transition(state, m.Losses(min(state.roster.live), step, of_all))
     return state
 
 
-def messages(commands: Iterable[Command], kind: type) -> list[Any]:
-    return [c.message for c in commands if isinstance(c, Send) and isinstance(c.message, kind)]
+def messages(commands: Iterable[s.Command], kind: type) -> list[Any]:
+    return [c.message for c in commands if isinstance(c, s.Send) and isinstance(c.message, kind)]
 
 
-def records(commands: Iterable[Command], kind: str) -> list[Record]:
-    return [c for c in commands if isinstance(c, Record) and c.kind == kind]
+def records(commands: Iterable[s.Command], kind: str) -> list[s.Record]:
+    return [c for c in commands if isinstance(c, s.Record) and c.kind == kind]
 
 
-def report(rank: int, generation: int, version: int = 0, reduced: bool = False) -> Report:
-    status = WorkerStatus(GRID.worker(rank).stage, version, reduced)
-    return Report(rank, generation, status, f"commit of {rank}" if reduced else None)
+def report(rank: int, generation: int, version: int = 0, reduced: bool = False) -> m.Report:
+    status = m.WorkerStatus(GRID.worker(rank).stage, version, reduced)
+    return m.Report(rank, generation, status, f"commit of {rank}" if reduced else None)
 
 
-def reports(ranks: Iterable[int], generation: int, version: int = 0, reduced: bool = False) -> list[Report]:
+def reports(ranks: Iterable[int], generation: int, version: int = 0, reduced: bool = False) -> list[m.Report]:
     return [report(rank, generation, version, reduced) for rank in ranks]
 
 
-def commits(ranks: Iterable[int], generation: int, step: int) -> list[Commit]:
-    return [Commit(rank, generation, step, f"payload of {rank}") for rank in ranks]
+def commits(ranks: Iterable[int], generation: int, step: int) -> list[m.Commit]:
+    return [m.Commit(rank, generation, step, f"payload of {rank}") for rank in ranks]
 
 
-def applied(ranks: Iterable[int], step: int) -> list[Applied]:
-    return [Applied(rank, step, {}) for rank in ranks]
+def applied(ranks: Iterable[int], step: int) -> list[m.Applied]:
+    return [m.Applied(rank, step, {}) for rank in ranks]
 
 
-def all_losses(step: int, rank: int = 1) -> Losses:
+def all_losses(step: int, rank: int = 1) -> m.Losses:
     """Known to the coordinator before anybody can be REDUCED in ``step``, unless their sender ``rank`` dies."""
-    return Losses(rank, step, dict.fromkeys(range(4), 0.5))
+    return m.Losses(rank, step, dict.fromkeys(range(4), 0.5))
 
 
-def running() -> MembershipState:
+def running() -> s.MembershipState:
     """All four workers run step 0 in generation 0."""
-    state, _ = feed(initial_state(GRID), *map(Joined, ALL), *reports(ALL, 0))
+    state, _ = feed(s.initial_state(GRID), *map(s.Joined, ALL), *reports(ALL, 0))
     assert (state.generation.number, state.generation.regrouping) == (0, False)
     return state
 
 
-def running_without_3(version: int = 0) -> MembershipState:
+def running_without_3(version: int = 0) -> s.MembershipState:
     """Worker 3 was lost; the others run in generation 1."""
-    state, _ = feed(running(), Lost(3, "gone"), *reports((0, 1, 2), 1, version))
+    state, _ = feed(running(), s.Lost(3, "gone"), *reports((0, 1, 2), 1, version))
     return state

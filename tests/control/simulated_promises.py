@@ -16,8 +16,6 @@
   more, or because all that hold a stage cannot reach a worker that the others need.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from itertools import chain, combinations
@@ -26,17 +24,8 @@ from typing import Any
 from simulated_workers import SimulatedWorker, full_gradient, loss_of
 
 from lightning_recycle.control.protocol import messages
+from lightning_recycle.control.protocol import state as s
 from lightning_recycle.control.protocol.control_collectives import StopPlace, last_point, stop_point
-from lightning_recycle.control.protocol.state import (
-    Crashed,
-    Ended,
-    Failed,
-    Finished,
-    MembershipState,
-    Pair,
-    Record,
-    StageLost,
-)
 from lightning_recycle.planning.grid import Grid
 
 EVICTED = "evicted"
@@ -86,7 +75,7 @@ class Promises:
         self._committed: set[int] = set()
         self._answered: set[int] = set()
         self._arrivals: set[tuple[int, int]] = set()  # (process, number)
-        self.broken_pairs: dict[int, set[Pair]] = defaultdict(set)  # the detected ones, by generation
+        self.broken_pairs: dict[int, set[s.Pair]] = defaultdict(set)  # the detected ones, by generation
         self._cannot_be_repaired = False
         self.bug_step = -1  # in which a stage raises, whoever computes it; -1 for none
         # stage, place, version, verdict, rank and generation
@@ -259,7 +248,7 @@ class Promises:
         self._revivals += 1
         self._is_revived = True
 
-    def on_all_returned(self, state: MembershipState) -> None:
+    def on_all_returned(self, state: s.MembershipState) -> None:
         """All have returned: what no member has heard is as if it had not been said.
 
         Siblings of one that did not return may still be connected, but are members no more.
@@ -274,7 +263,7 @@ class Promises:
         self._raised = [one for one in self._raised if one[4] not in waiting]
         self._judged -= waiting
 
-    def on_message(self, ranks: tuple[int, ...], message: Any, state: MembershipState) -> None:
+    def on_message(self, ranks: tuple[int, ...], message: Any, state: s.MembershipState) -> None:
         if isinstance(message, messages.HookEntered):
             if set(ranks) != state.positions.all_members(ranks[:1]) or not state.roster.live.issuperset(ranks):
                 raise Violation(f"{message} goes to {ranks}")
@@ -359,7 +348,7 @@ class Promises:
             if giver is not None and not giver.has_state:
                 raise Violation(f"rank {rank} is to get the state of {giver}, which has none")
 
-    def _check_answer(self, message: messages.Answer, members: list[SimulatedWorker], state: MembershipState) -> None:
+    def _check_answer(self, message: messages.Answer, members: list[SimulatedWorker], state: s.MembershipState) -> None:
         if message.number in self._answered:
             raise Violation(f"collective {message.number} is answered twice")
         self._answered.add(message.number)
@@ -371,7 +360,7 @@ class Promises:
             if worker.rank in state.roster.live and (worker.process, message.number) not in self._arrivals:
                 raise Violation(f"collective {message.number} is answered without {worker}")
 
-    def on_evictions(self, evicted: Collection[int], state: MembershipState) -> None:
+    def on_evictions(self, evicted: Collection[int], state: s.MembershipState) -> None:
         """``evicted`` are evicted for the broken pairs of ``state``."""
         if not state.generation.broken_pairs <= self.broken_pairs[state.generation.number]:
             raise Violation(f"{evicted} are evicted for {state.generation.broken_pairs}, and nobody found that out")
@@ -379,7 +368,7 @@ class Promises:
         if set(evicted) not in possible:
             raise Violation(f"{evicted} are evicted for {state.generation.broken_pairs} instead of one of {possible}")
 
-    def on_verdict(self, raised: messages.Raised, verdict: Any, state: MembershipState) -> None:
+    def on_verdict(self, raised: messages.Raised, verdict: Any, state: s.MembershipState) -> None:
         """``verdict`` follows from what a worker ``raised``."""
         stage, place = state.stage_of(raised.rank), (raised.step, raised.operation)
         peers = state.holding(stage, without={raised.rank})
@@ -409,7 +398,7 @@ class Promises:
         elif used_up or not can_repeat or (peers and not before):
             raise Violation(f"rank {raised.rank} is to do again what raised {raised}")
 
-    def on_record(self, record: Record, state: MembershipState) -> None:
+    def on_record(self, record: s.Record, state: s.MembershipState) -> None:
         if record.kind in ("step", "failure"):
             self._cannot_be_repaired = False
         if record.kind == "disturbance" and "broken_pairs" in record.details:
@@ -436,12 +425,12 @@ class Promises:
             if not state.positions.whole(holders & state.roster.live):
                 raise Violation(f"worker {record.rank} is let go, and nobody else holds stage {stage}")
 
-    def _check_irreparable(self, pairs: Collection[Pair], state: MembershipState) -> None:
+    def _check_irreparable(self, pairs: Collection[s.Pair], state: s.MembershipState) -> None:
         if possible := smallest_repairs(pairs, state):
             raise Violation(f"the pairs {pairs} cannot reach each other, and none of {possible} is evicted")
         self._cannot_be_repaired = True
 
-    def on_event(self, state: MembershipState) -> None:
+    def on_event(self, state: s.MembershipState) -> None:
         """Called after every event, as long as the run goes on."""
         if not state.roster.joining <= state.roster.live:
             raise Violation(f"{sorted(state.roster.joining)} join without being live")
@@ -459,8 +448,8 @@ class Promises:
         if not busy and state.positions.whole(state.roster.ready):
             raise Violation(f"{sorted(state.roster.ready)} wait to be let in, and nobody is asked to stop")
 
-    def on_end(self, outcome: Any, state: MembershipState) -> None:
-        if isinstance(outcome, StageLost):
+    def on_end(self, outcome: Any, state: s.MembershipState) -> None:
+        if isinstance(outcome, s.StageLost):
             holders = [w for w in self.members.values() if w.stage == outcome.stage and w.has_state]
             holders = [w for w in holders if not w.is_left_in_hook and not w.uncut]
             if len({w.member.hooks for w in holders}) > 1:
@@ -468,14 +457,14 @@ class Promises:
             if {w.column for w in holders} == self._columns_of(outcome.stage) and self._can_go_on(holders, state):
                 raise Violation(f"stage {outcome.stage} is given up although {holders} hold it")
             return
-        if isinstance(outcome, Ended):
+        if isinstance(outcome, s.Ended):
             held = {tuple(self.members[rank].parameters) for rank in state.roster.live if rank in self.members}
             if held - {(self.full,) * state.steps.version} or (
                 state.steps.version == 0 and state.generation.number >= 0
             ):
                 raise Violation(f"the run ends after {state.steps.version} steps, and workers have saved {held}")
             return
-        if isinstance(outcome, Failed):
+        if isinstance(outcome, s.Failed):
             pairs = [pair for pair in state.generation.broken_pairs if state.roster.live.issuperset(pair)]
             if pairs:  # and it does not end for what the eviction of one has brought to light
                 self._check_irreparable(pairs, state)
@@ -484,11 +473,11 @@ class Promises:
             strayed = [w for w in self.members.values() if w.strayed is not None and w.rank in state.roster.live]
             if any(not state.holding(w.stage, without={w.rank}) for w in strayed):
                 return  # nobody else holds its stage
-        if isinstance(outcome, Crashed) and self._is_own:
+        if isinstance(outcome, s.Crashed) and self._is_own:
             return
-        if isinstance(outcome, Finished) and 0 <= self.bug_step < self.steps:
+        if isinstance(outcome, s.Finished) and 0 <= self.bug_step < self.steps:
             raise Violation("the run finished though a stage cannot compute one of its steps")
-        if not isinstance(outcome, Finished):
+        if not isinstance(outcome, s.Finished):
             raise Violation(f"the run ended with {outcome}")
         if self._agreed_at < 0 and 0 <= self._latest_stop() <= last_point(self.steps):
             raise Violation(f"the run goes on to its end after the verdicts {self._verdicts}")
@@ -513,7 +502,7 @@ class Promises:
     def _columns_of(self, stage: int) -> set[int]:
         return set(range(stage * self.of_position, (stage + 1) * self.of_position))
 
-    def _can_go_on(self, holders: Collection[SimulatedWorker], state: MembershipState) -> bool:
+    def _can_go_on(self, holders: Collection[SimulatedWorker], state: s.MembershipState) -> bool:
         """Whether the best of each column of a stage reach what the others have, or the step before."""
         others = [w for w in self.members.values() if w.rank in state.roster.live and w.has_state]
         best = {w.column: max(o.version + o.reduced for o in holders if o.column == w.column) for w in holders}
@@ -524,7 +513,7 @@ class Promises:
         return able == set(range(self.columns)) and max(most, *best.values()) - low <= 1
 
 
-def smallest_repairs(pairs: Collection[Pair], state: MembershipState) -> list[set[int]]:
+def smallest_repairs(pairs: Collection[s.Pair], state: s.MembershipState) -> list[set[int]]:
     """All sets of the fewest workers without which no broken pair is left and the others can go on."""
     ranks = sorted(set(chain.from_iterable(pairs)))
     positions = state.positions
@@ -541,7 +530,7 @@ def smallest_repairs(pairs: Collection[Pair], state: MembershipState) -> list[se
     return []
 
 
-def _can_recover(state: MembershipState, evicted: Collection[int]) -> bool:
+def _can_recover(state: s.MembershipState, evicted: Collection[int]) -> bool:
     """Whether the others' reports are of the same step in all stages, or of adjacent steps."""
     best = [
         max(

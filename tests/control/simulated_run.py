@@ -15,8 +15,6 @@ writes something down. Then another one is started from what was written, and th
 What must hold is in :mod:`simulated_promises`, and in the assertions of :mod:`simulated_workers`.
 """
 
-from __future__ import annotations
-
 import heapq
 import random
 import sys
@@ -43,60 +41,26 @@ from lightning_recycle.control.coordinator.admission import Readmission, ReturnS
 from lightning_recycle.control.journal import JournaledState, Process, journal_entry
 from lightning_recycle.control.options import CoordinatorOptions, HeartbeatTimeouts, RecoveryOptions
 from lightning_recycle.control.protocol import membership, messages
+from lightning_recycle.control.protocol import state as states
 from lightning_recycle.control.protocol.control_collectives import StopPlace, stop_point
 from lightning_recycle.control.protocol.fault_attribution import MAX_DISTURBANCES
 from lightning_recycle.control.protocol.membership import objection
-from lightning_recycle.control.protocol.state import (
-    EndWanted,
-    Evict,
-    Failed,
-    GraceElapsed,
-    Joined,
-    LayoutReady,
-    Lost,
-    MembershipState,
-    Pair,
-    PlanReady,
-    Record,
-    Resend,
-    Send,
-    StageLost,
-    StartDue,
-    StartGrace,
-    initial_state,
-)
 from lightning_recycle.planning.grid import Grid
 
 GRIDS = [
-    *[Grid(2, 2, 1)] * 4,
-    *[Grid(2, 1, 1)] * 2,
-    Grid(3, 1, 2),
-    Grid(2, 2, 2),
-    Grid(3, 2, 1),
-    Grid(2, 3, 1),
-    Grid(1, 2, 1),
-    Grid(3, 3, 1),
-]
+    *[Grid(2, 2, 1)] * 4, *[Grid(2, 1, 1)] * 2, Grid(3, 1, 2), Grid(2, 2, 2), Grid(3, 2, 1), Grid(2, 3, 1),
+    Grid(1, 2, 1), Grid(3, 3, 1),
+]  # fmt: skip
 GRIDS_OF_MEMBERS = [
-    *[Grid(2, 1, 1)] * 3,
-    *[Grid(2, 2, 1)] * 3,
-    *[Grid(3, 1, 1)] * 2,
-    Grid(3, 2, 1),
-    Grid(2, 2, 2),
-    Grid(2, 3, 1),
+    *[Grid(2, 1, 1)] * 3, *[Grid(2, 2, 1)] * 3, *[Grid(3, 1, 1)] * 2, Grid(3, 2, 1), Grid(2, 2, 2), Grid(2, 3, 1),
     Grid(4, 1, 1),
-]
+]  # fmt: skip
 """Where positions have several members."""
 
 GRIDS_OF_LANES = [
-    *[Grid(1, 2, 3, 3)] * 2,
-    *[Grid(2, 2, 2, 3)] * 2,
-    Grid(1, 1, 2, 2),
-    Grid(1, 1, 3, 3),
-    Grid(2, 1, 2, 4),
-    Grid(1, 3, 2, 2),
-    Grid(2, 1, 1, 2),
-]
+    *[Grid(1, 2, 3, 3)] * 2, *[Grid(2, 2, 2, 3)] * 2, Grid(1, 1, 2, 2), Grid(1, 1, 3, 3), Grid(2, 1, 2, 4),
+    Grid(1, 3, 2, 2), Grid(2, 1, 1, 2),
+]  # fmt: skip
 """With more lanes than pipelines."""
 
 FAULTS_END = 1.2  # seconds, after which there is no new fault
@@ -208,13 +172,12 @@ class Run:
         self._in_hooks: Counter[tuple[SimulatedWorker, tuple[str, int]]] = Counter()
         self.duplicates = self.random() < 0.5 and not strays  # losses count in whichever generation they come
         self.now = 0.0
-        self.state: MembershipState = initial_state(
+        self.state: states.MembershipState = states.initial_state(
             self.grid, random.Random(f"retries {seed}").choice((0, 1, 1, 1, 2)), members
         )
         self.facts: dict[Fact, Any] = {}
         self.outcome: Any = None
         self._kills = random.Random(f"kills {seed}")
-        self._with_kills = kills
         self._kills_left = self._kills.choice((1, 1, 1, 2, 3)) if kills else 0
         self._planning = random.Random(f"planning {seed}") if plans_late else None
         self._coordinator_fuse = 0  # actions until it is killed, 0 for never
@@ -259,10 +222,10 @@ class Run:
             for _ in range(self._layouts.choice((1, 2, 3))):
                 self._at(self._layouts.random() * FAULTS_END, self._move_layers)
         self._links = random.Random(f"links {seed}")
-        self._cuts: dict[Pair, tuple[int, ...]] = {}  # cut links, and which of the two workers find that out
+        self._cuts: dict[states.Pair, tuple[int, ...]] = {}  # cut links, and which of the two workers find that out
         self._held_back: dict[Fact, set[int]] = {}  # the ranks kept from it by a link that was cut on arrival
         if ends:
-            self._at(random.Random(f"ends {seed}").random() * FAULTS_END, self._handle, EndWanted())
+            self._at(random.Random(f"ends {seed}").random() * FAULTS_END, self._handle, states.EndWanted())
         wishes = random.Random(f"stops {seed}")
         points = [stop_point(s, p) for s in range(1, self.steps + 1) for p in (StopPlace.STEP_END, StopPlace.EPOCH)]
         self._wishes: dict[int, int] = {}  # rank -> the stop point from which on it wants to stop
@@ -312,7 +275,7 @@ class Run:
             return
         before, began = self.state.roster, self.state.generation.number >= 0
         absent = frozenset(rank for rank in before.live if rank not in self._connections)
-        self._handle(StartDue(absent | before.joined, least))
+        self._handle(states.StartDue(absent | before.joined, least))
         gone, live = before.live - self.state.roster.live, self.state.roster.live
         self.met["began with fewer"] += bool(gone)
         due = Counter(rank % self.grid.stages for rank in before.live - (absent - before.joined))
@@ -342,7 +305,7 @@ class Run:
                 self._kill_coordinator()
             except NobodyKnows:
                 self.met["strayed and nobody knows"] += 1
-                return Failed("nobody is left who knows better")
+                return states.Failed("nobody is left who knows better")
         if self.outcome is None:
             raise Violation(f"everybody waits; {self._situation()}")
         if self._paper.kept is None or self._paper.kept.over is None:
@@ -373,7 +336,7 @@ class Run:
     # ------------------------------------------------------------------ the network, as the workers see it
 
     def send(self, worker: SimulatedWorker, message: Any) -> None:
-        if not isinstance(message, Joined):
+        if not isinstance(message, states.Joined):
             worker.member.record_sent(message)
         if isinstance(message, messages.Arrive):
             self.promises.on_arrival(worker, message)
@@ -663,7 +626,7 @@ class Run:
             self._told_at_the_end = self.state.outcome
         self._burn()
         has_revived = was_returning and self.state.returned is None
-        dismissed = {one.rank for one in commands if isinstance(one, Record) and one.kind == "dismissed"}
+        dismissed = {one.rank for one in commands if isinstance(one, states.Record) and one.kind == "dismissed"}
         for rank in dismissed:
             if rank in self._connections and self._connections[rank].strayed is None:
                 raise Violation(f"{self._connections[rank]} is evicted, and has the values of the others")
@@ -672,7 +635,7 @@ class Run:
             if worker.alive and not is_known and not self.older_peers(worker):
                 raise NobodyKnows
         live = self.state.roster.live
-        ranks = [command.rank for command in commands if isinstance(command, Evict) and command.rank in live]
+        ranks = [command.rank for command in commands if isinstance(command, states.Evict) and command.rank in live]
         if evicted := [rank for rank in ranks if rank not in dismissed]:
             self.met["evicted"] += len(evicted)
             if isinstance(event, messages.Raised) or has_revived:
@@ -682,17 +645,19 @@ class Run:
             else:
                 self.promises.on_evictions(evicted, self.state)
         for command in commands:
-            if isinstance(command, Record) and command.kind == "revived":
+            if isinstance(command, states.Record) and command.kind == "revived":
                 self.promises.on_all_returned(self.state)
-            judged = command.message if isinstance(command, Send) else None
+            judged = command.message if isinstance(command, states.Send) else None
             is_raised = isinstance(event, messages.Raised) or has_revived
-            is_in = isinstance(command, Evict) and command.rank in state.roster.live  # others go with their position
-            if isinstance(command, Evict) and is_in and is_raised and command.rank not in dismissed:
+            is_in = (
+                isinstance(command, states.Evict) and command.rank in state.roster.live
+            )  # others go with their position
+            if isinstance(command, states.Evict) and is_in and is_raised and command.rank not in dismissed:
                 self.promises.on_verdict(self._raised_by(command.rank, event), EVICTED, self.state)
-            elif isinstance(command, Send) and isinstance(judged, messages.Judged):
+            elif isinstance(command, states.Send) and isinstance(judged, messages.Judged):
                 self.promises.on_verdict(self._raised_by(command.ranks[0], event), judged, self.state)
         for command in commands:
-            if isinstance(command, Send):
+            if isinstance(command, states.Send):
                 message = command.message
                 if isinstance(message, messages.Resume):
                     self._linked_by = (message.roster, self._plans.get(message.roster, self._usual))
@@ -703,22 +668,22 @@ class Run:
                     self.promises.on_message(command.ranks, message, self.state)
                 self._follow_up(message)
                 self._post_all(command.ranks, message)
-            elif isinstance(command, Resend):
+            elif isinstance(command, states.Resend):
                 self.met[f"{type(command.message).__name__} told again"] += bool(command.ranks)
                 self.promises.on_message_again(command.message)
                 self._post_all(command.ranks, command.message)
-            elif isinstance(command, StartGrace):
-                self._at_coordinator(GRACE, self._handle, GraceElapsed(command.generation, "reset"))
-            elif isinstance(command, Evict):
+            elif isinstance(command, states.StartGrace):
+                self._at_coordinator(GRACE, self._handle, states.GraceElapsed(command.generation, "reset"))
+            elif isinstance(command, states.Evict):
                 continue
-            elif isinstance(command, Record):
+            elif isinstance(command, states.Record):
                 self._record(command)
             else:
                 self._say(f"outcome: {command}")
                 self._burn()
                 self.outcome = command
         for command in commands:
-            if isinstance(command, Evict) and command.rank in self._connections:
+            if isinstance(command, states.Evict) and command.rank in self._connections:
                 self._burn()
                 self._gone(self._connections[command.rank], command.cause)
         if self.outcome is None:
@@ -730,7 +695,7 @@ class Run:
 
     def _is_plan_late(self, commands: Iterable[Any]) -> bool:
         """Whether the plan of the generation that is about to go on is still being made."""
-        resumes = any(isinstance(c, Send) and isinstance(c.message, messages.Resume) for c in commands)
+        resumes = any(isinstance(c, states.Send) and isinstance(c.message, messages.Resume) for c in commands)
         return resumes and self._planning is not None and self._planning.random() < 0.5
 
     def _raised_by(self, rank: int, event: Any) -> messages.Raised:
@@ -798,13 +763,7 @@ class Run:
         self._paper.epoch += 1
         self._is_down = False
         self._say(f"coordinator {self._paper.epoch} begins with {self._paper.kept}")
-        self._readmission = Readmission(
-            self._paper,  # type: ignore[arg-type]
-            self.grid,
-            self._options,
-            self.now,
-            self.members,
-        )
+        self._readmission = Readmission(self._paper, self.grid, self._options, self.now, self.members)
         self.state = self._readmission.state()
         self._connections.clear()
         self._plans.clear()
@@ -863,7 +822,7 @@ class Run:
             return
         self.met[f"{place.name} returns"] += 1
         if place is ReturnStanding.STARTER:
-            self._handle(Joined(worker.rank))
+            self._handle(states.Joined(worker.rank))
         for event in membership.returned_events(said):
             self._handle(event)
 
@@ -871,18 +830,18 @@ class Run:
         """Who has not joined by now is not waited for."""
         for rank in sorted(self.state.roster.live - self.state.roster.joined):
             if self.state.generation.number < 0:
-                self._handle(Lost(rank, "it did not start"))
+                self._handle(states.Lost(rank, "it did not start"))
 
     def _await_return(self) -> None:
         if not any(worker.alive for worker in self._workers):
             self.met["deserted"] += 1
             self._connections.clear()
-            self.outcome = StageLost(0, {})
+            self.outcome = states.StageLost(0, {})
             return
         for rank, cause in self._readmission.late(self.now, self.state).items():
             self.met["did not return"] += 1
             if rank in self.state.roster.live:
-                self._handle(Lost(rank, cause))
+                self._handle(states.Lost(rank, cause))
         if self.state.outcome is None and self.state.returned is not None:
             self._at_coordinator(SILENCE / 8, self._await_return)
 
@@ -900,7 +859,7 @@ class Run:
 
     def _adopt(self, roster: tuple[int, ...], number: int) -> None:
         self._plans[roster] = number
-        self._handle(PlanReady(roster, (roster, number), {}, self._reconnects((roster, number))))
+        self._handle(states.PlanReady(roster, (roster, number), {}, self._reconnects((roster, number))))
 
     def _move_layers(self) -> None:
         """The layers are to lie in another way: as a user wants, or as the planner does for the current workers."""
@@ -908,7 +867,7 @@ class Run:
             parts = range(1, first_layout(self.grid)[-1])
             cuts = (0, *sorted(self._layouts.sample(parts, self.grid.stages - 1)), parts.stop)
             roster = self.state.roster.ranks if self._layouts.random() < 0.5 else ()
-            self._at_coordinator(self.delay(), self._handle, LayoutReady(roster, cuts))
+            self._at_coordinator(self.delay(), self._handle, states.LayoutReady(roster, cuts))
 
     def _reconnects(self, schedule: Schedule) -> bool:
         """Whether ``schedule`` needs connections that those who run do not have."""
@@ -923,7 +882,7 @@ class Run:
         if self.duplicates and self.random() < 0.05 and message != STOP:
             self._at_time(arrival, self._receive, worker, message, self._paper.epoch)
 
-    def _record(self, record: Record) -> None:
+    def _record(self, record: states.Record) -> None:
         self._say(f"{record}")
         self.met[record.kind] += 1
         self.promises.on_record(record, self.state)
@@ -953,7 +912,7 @@ class Run:
         if any(other.alive and other.member.plans for other in self._workers):
             self.met["loss during a change of plan"] += 1
         is_candidate = worker.rank not in self.state.roster.live
-        self._handle(Lost(worker.rank, cause))
+        self._handle(states.Lost(worker.rank, cause))
         if is_candidate:
             self.met["candidate lost"] += 1
             self._at(self.random() * 0.3, self._fill)
@@ -1095,7 +1054,7 @@ class Run:
         if self._disturbances_left and one is not other and one.generation == other.generation >= 0:
             self._disturbances_left -= 1
             if self.random() < 0.3:  # nobody noticed, but everybody waits
-                self._handle(GraceElapsed(self.state.generation.number, "reset"))
+                self._handle(states.GraceElapsed(self.state.generation.number, "reset"))
                 return
             self._reset(one, other.rank, one.generation)
             self._reset(other, one.rank, one.generation)
@@ -1193,7 +1152,7 @@ class Run:
             self._at(seconds, self._heal_link, (low, high))
         self._at(DEADLOCK, self._judge)
 
-    def _heal_link(self, pair: Pair) -> None:
+    def _heal_link(self, pair: states.Pair) -> None:
         if self._cuts.pop(pair, None) is None:
             return
         self.met["healed"] += 1
@@ -1225,7 +1184,7 @@ class Run:
                 deaf = [worker for worker in self._workers if worker.uncut and worker.rank in self.state.roster.live]
                 if not self.state.generation.regrouping:
                     self.met["deadlock"] += 1
-                    self._handle(GraceElapsed(self.state.generation.number, "reset"))
+                    self._handle(states.GraceElapsed(self.state.generation.number, "reset"))
                 elif deaf:  # its siblings and it cannot reach each other
                     self._gone(deaf[0], "it still waits though a generation was announced")
         finally:

@@ -523,7 +523,7 @@ class SimulatedWorker:
                 if answer.program is not None:
                     self.schedule = answer.program
                 return
-            yield from self.wait(lambda place=answer.place: self.member.pause != place)  # type: ignore[misc]
+            yield from self.wait(lambda place=answer.place: self.member.pause != place)
 
     def arrive(self, name: str, payload: Any, regroups: bool = True) -> Waits:
         """ControlClient.arrive."""
@@ -582,7 +582,7 @@ class SimulatedWorker:
     # ------------------------------------------------------------------ a recovery
 
     def regroup(self) -> Waits:
-        yield from self.retried(lambda: iter(()), recover=True)  # type: ignore[arg-type, return-value]
+        yield from self.retried(lambda: iter(()), recover=True)
 
     def recover(self) -> Waits:
         """Executor._recover."""

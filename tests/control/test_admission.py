@@ -14,11 +14,7 @@ from lightning_recycle.control.journal import Journal, JournaledState, Process
 from lightning_recycle.control.options import CoordinatorOptions
 from lightning_recycle.control.protocol.member import Member
 from lightning_recycle.control.protocol.membership import returned_events, returned_order
-from lightning_recycle.control.protocol.messages import (
-    EndRun,
-    Leave,
-    Returned,
-)
+from lightning_recycle.control.protocol.messages import EndRun, Leave, Returned
 from lightning_recycle.control.protocol.state import Roster
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.processes import has_ended, process_space
@@ -45,25 +41,20 @@ def returned(journal: Journal, rank: int, **fields: Any) -> Returned:
 KEPT = JournaledState(2, Roster(frozenset({0, 1, 3}), leader=1))
 
 
-@pytest.mark.parametrize(
-    ("rank", "fields", "place"),
-    [
-        (0, {}, ReturnStanding.MEMBER),
-        (0, {"token": "of one that was given up"}, ReturnStanding.LOST),
-        (0, {"token": "of one that has left", "leave": Leave(0)}, ReturnStanding.LEFT),
-        (0, {"run": "another one"}, ReturnStanding.LOST),
-        (2, {}, ReturnStanding.LOST),
-        (2, {"leave": Leave(2)}, ReturnStanding.LEFT),
-        (2, {"generation": -1, "joining": True}, ReturnStanding.CANDIDATE),
-        (2, {"generation": 2, "joining": True}, ReturnStanding.LOST),
-        (2, {"generation": -1}, ReturnStanding.LOST),
-        (4, {}, ReturnStanding.LOST),
-        (-1, {}, ReturnStanding.LOST),
-    ],
-)
-def test_who_returns_is_what_was_written_down(
-    tmp_path: Path, rank: int, fields: dict[str, Any], place: ReturnStanding
-) -> None:
+@pytest.mark.parametrize(("rank", "fields", "place"), [
+    (0, {}, ReturnStanding.MEMBER),
+    (0, {"token": "of one that was given up"}, ReturnStanding.LOST),
+    (0, {"token": "of one that has left", "leave": Leave(0)}, ReturnStanding.LEFT),
+    (0, {"run": "another one"}, ReturnStanding.LOST),
+    (2, {}, ReturnStanding.LOST),
+    (2, {"leave": Leave(2)}, ReturnStanding.LEFT),
+    (2, {"generation": -1, "joining": True}, ReturnStanding.CANDIDATE),
+    (2, {"generation": 2, "joining": True}, ReturnStanding.LOST),
+    (2, {"generation": -1}, ReturnStanding.LOST),
+    (4, {}, ReturnStanding.LOST),
+    (-1, {}, ReturnStanding.LOST),
+])  # fmt: skip
+def test_who_returns_is_what_was_written_down(tmp_path, rank, fields, place):
     readmission, journal = revived(tmp_path, KEPT)
     assert readmission.judge(readmission.state(), (), returned(journal, rank, **fields)) is place
     assert readmission.judge(readmission.state(), (rank,), returned(journal, rank, **fields)) in (
@@ -73,7 +64,7 @@ def test_who_returns_is_what_was_written_down(
 
 
 @pytest.mark.parametrize("wish", [Leave(1), Leave(1, with_run=True), EndRun(1)])
-def test_what_a_signal_asked_for_is_asked_again(wish: Leave | EndRun) -> None:
+def test_what_a_signal_asked_for_is_asked_again(wish):
     member = Member(1, joining=False)
     member.record_sent(wish)
     again = list(returned_events(member.returned(pid=1, node="", token="", space="", run="")))
@@ -81,13 +72,13 @@ def test_what_a_signal_asked_for_is_asked_again(wish: Leave | EndRun) -> None:
     assert returned_order(wish)
 
 
-def test_whoever_comes_when_all_have_returned_is_lost(tmp_path: Path) -> None:
+def test_whoever_comes_when_all_have_returned_is_lost(tmp_path):
     readmission, journal = revived(tmp_path, KEPT)
     begun = replace(readmission.state(), returned=None)
     assert readmission.judge(begun, (), returned(journal, 0)) is ReturnStanding.LOST
 
 
-def test_before_the_first_generation_workers_keep_the_positions_that_they_have(tmp_path: Path) -> None:
+def test_before_the_first_generation_workers_keep_the_positions_that_they_have(tmp_path):
     readmission, journal = revived(tmp_path, None)
     state = readmission.state()
     assert readmission.judge(state, (), returned(journal, 2, generation=-1)) is ReturnStanding.STARTER
@@ -96,7 +87,7 @@ def test_before_the_first_generation_workers_keep_the_positions_that_they_have(t
     assert readmission.may_place(105.0)
 
 
-def test_a_missing_worker_is_waited_for_like_a_silent_one(tmp_path: Path) -> None:
+def test_a_missing_worker_is_waited_for_like_a_silent_one(tmp_path):
     readmission, journal = revived(tmp_path, KEPT)
     state = readmission.state()
     assert not readmission.late(389.0, state), "nobody has returned yet: the network may be slow"
@@ -108,7 +99,7 @@ def test_a_missing_worker_is_waited_for_like_a_silent_one(tmp_path: Path) -> Non
     assert readmission.late(401.0, state).keys() == {0, 3}
 
 
-def test_a_process_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_process_that_has_ended_is_not_waited_for(tmp_path):
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     space = process_space()

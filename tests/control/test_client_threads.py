@@ -16,7 +16,7 @@ from lightning_recycle.control.protocol.messages import FROM_WORKERS, TO_WORKERS
 
 
 @pytest.fixture
-def theirs(monkeypatch: pytest.MonkeyPatch) -> Iterator[MessageConnection]:
+def theirs(monkeypatch) -> Iterator[MessageConnection]:
     """The coordinator's end of the connection that the next client opens."""
     ours, theirs = socket.socketpair()
     theirs.settimeout(10.0)
@@ -33,7 +33,7 @@ def last_words(theirs: MessageConnection) -> Crash:
             return message
 
 
-def test_a_worker_whose_receiver_cannot_interrupt_ends_and_says_why(theirs: MessageConnection) -> None:
+def test_a_worker_whose_receiver_cannot_interrupt_ends_and_says_why(theirs):
     client = ThreadClient(0, ("", 0), b"", heartbeat_interval=60.0)
 
     def interrupt(*_: Any) -> None:
@@ -49,9 +49,7 @@ def test_a_worker_whose_receiver_cannot_interrupt_ends_and_says_why(theirs: Mess
     assert client.exit_code == 1
 
 
-def test_a_worker_whose_heartbeat_stops_ends_and_says_why(
-    theirs: MessageConnection, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_whose_heartbeat_stops_ends_and_says_why(theirs, monkeypatch):
     def beat(*_: Any) -> Heartbeat:
         raise MemoryError
 
@@ -62,13 +60,13 @@ def test_a_worker_whose_heartbeat_stops_ends_and_says_why(
     assert client.exited.wait(10.0)
 
 
-def test_an_exception_is_told_even_if_its_words_are_no_unicode() -> None:
+def test_an_exception_is_told_even_if_its_words_are_no_unicode():
     summary, text = in_words(ValueError("no such file: /data/\udcff.png"))
     encode(Crash(0, False, summary, None, text))
     assert summary == "ValueError: no such file: /data/\\udcff.png"
 
 
-def test_a_worker_takes_over_as_soon_as_an_answer_names_it_as_leader(theirs: MessageConnection) -> None:
+def test_a_worker_takes_over_as_soon_as_an_answer_names_it_as_leader(theirs):
     """What hooks log next is its to write."""
     client = ThreadClient(1, ("", 0), b"", heartbeat_interval=60.0)
     seen: list[int] = []

@@ -24,7 +24,7 @@ from lightning_recycle.planning.grid import Worker
 from lightning_recycle.planning.program import Programs
 
 
-def test_a_process_exit_is_a_loss_with_its_cause(plane: ControlPlane) -> None:
+def test_a_process_exit_is_a_loss_with_its_cause(plane):
     members = plane.members()
     die(plane, members[3], "it exited with code 1")
     together(*(member.step for member in members[:3]))
@@ -42,7 +42,7 @@ def arrive_and_step(member: Member) -> Mapping[int, Any]:
     return answer
 
 
-def test_arrive_survives_a_loss_in_the_middle(plane: ControlPlane) -> None:
+def test_arrive_survives_a_loss_in_the_middle(plane):
     members = plane.members()
     waiting = [in_thread(arrive_and_step, m) for m in members[:3]]
     plane.until(lambda: len(plane.coordinator._state.collectives.open.get(0, ())) == 3)
@@ -51,7 +51,7 @@ def test_arrive_survives_a_loss_in_the_middle(plane: ControlPlane) -> None:
     assert all(member.client.generation == 1 for member in members[:3])
 
 
-def test_who_has_reported_an_error_waits_for_no_collective(plane: ControlPlane) -> None:
+def test_who_has_reported_an_error_waits_for_no_collective(plane):
     """As in an ``on_exception`` hook of a process that joined, which runs after that report."""
     client = plane.members()[3].client
     client.leave(EXIT_RAISED)
@@ -59,7 +59,7 @@ def test_who_has_reported_an_error_waits_for_no_collective(plane: ControlPlane) 
         client.arrive("barrier", None)
 
 
-def test_a_loss_interrupts_a_commit_and_the_others_apply_the_step(plane: ControlPlane) -> None:
+def test_a_loss_interrupts_a_commit_and_the_others_apply_the_step(plane):
     members = plane.members()
     waiting = [in_thread(member.step) for member in members[:3]]
     plane.until(lambda: len(plane.coordinator._state.generation.commits) == 3)
@@ -72,7 +72,7 @@ def test_a_loss_interrupts_a_commit_and_the_others_apply_the_step(plane: Control
     assert [member.resumes[-1].decision.version for member in members[:3]] == [1, 1, 1]
 
 
-def test_an_exception_of_the_users_ends_the_run_even_if_its_process_is_already_gone(plane: ControlPlane) -> None:
+def test_an_exception_of_the_users_ends_the_run_even_if_its_process_is_already_gone(plane):
     members = plane.members()
     crash = Crash(2, False, "ValueError: bad", b"", "Traceback")
     members[2].client.send(crash)
@@ -80,7 +80,7 @@ def test_an_exception_of_the_users_ends_the_run_even_if_its_process_is_already_g
     assert plane.coordinator.wait(PATIENCE) == Crashed(crash)
 
 
-def test_an_exception_of_the_infrastructure_ends_connection_and_process_at_once(plane: ControlPlane) -> None:
+def test_an_exception_of_the_infrastructure_ends_connection_and_process_at_once(plane):
     members = plane.members()
     members[3].client.leave()  # in this process only: as a worker whose interpreter is still shutting down
     members[3].client.send(Crash(3, True, "InjectedFaultError: as asked", None, "Traceback"))
@@ -92,9 +92,7 @@ def test_an_exception_of_the_infrastructure_ends_connection_and_process_at_once(
     assert members[0].client.member.roster == (0, 1, 2)
 
 
-def test_the_log_shows_why_a_worker_failed_before_it_could_join(
-    plane: ControlPlane, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_log_shows_why_a_worker_failed_before_it_could_join(plane, caplog):
     members = plane.members()
     die(plane, members[3])
     together(*(member.step for member in members[:3]))
@@ -104,7 +102,7 @@ def test_the_log_shows_why_a_worker_failed_before_it_could_join(
     plane.until(lambda: "A new worker (1, 1) failed before it could join:\nTraceback\nValueError: bad" in caplog.text)
 
 
-def test_a_plan_that_cannot_be_made_ends_the_run_with_its_reason() -> None:
+def test_a_plan_that_cannot_be_made_ends_the_run_with_its_reason():
     with ControlPlane() as plane:
         plane.planner.error = RuntimeError("no plan for this")
         for rank in range(4):
@@ -114,9 +112,7 @@ def test_a_plan_that_cannot_be_made_ends_the_run_with_its_reason() -> None:
         assert "no plan for this" in outcome.reason
 
 
-def test_live_workers_whose_connection_broke_regroup_and_one_that_another_still_cannot_reach_is_evicted(
-    plane: ControlPlane,
-) -> None:
+def test_live_workers_whose_connection_broke_regroup_and_one_that_another_still_cannot_reach_is_evicted(plane):
     members = plane.members()
     members[0].client.send(Broken(0, 0, "connection reset"))
     plane.until(lambda: all(member.client.interrupted for member in members))
@@ -136,7 +132,7 @@ def test_live_workers_whose_connection_broke_regroup_and_one_that_another_still_
         assert (event.worker, event.details["cause"]) == ((1, 0), cause)
 
 
-def test_a_worker_that_does_not_start_is_given_up_and_killed() -> None:
+def test_a_worker_that_does_not_start_is_given_up_and_killed():
     with ControlPlane(recovery=RecoveryOptions(start_timeout=2.0)) as plane:
         members = plane.members(0, 1, 2)
         assert plane.processes[3].killed.is_set()
@@ -144,7 +140,7 @@ def test_a_worker_that_does_not_start_is_given_up_and_killed() -> None:
         assert "did not start within 2 s" in plane.events("failure")[0].details["cause"]
 
 
-def test_a_worker_that_does_not_stop_for_a_regroup_is_evicted() -> None:
+def test_a_worker_that_does_not_stop_for_a_regroup_is_evicted():
     with ControlPlane(report_timeout=2.0) as plane:
         members = plane.members()
         die(plane, members[3])
@@ -162,7 +158,7 @@ CONNECTION_BROKE = "its connection to the coordinator broke"
 
 
 @pytest.mark.parametrize("beats", [1, 0], ids=["after a heartbeat", "before its first heartbeat"])
-def test_a_silent_worker_is_evicted_and_killed(strict: ControlPlane, beats: int) -> None:
+def test_a_silent_worker_is_evicted_and_killed(strict, beats):
     silent = strict.connection()
     silent.send(Hello(3, os.getpid()))
     for _ in range(beats):
@@ -181,7 +177,7 @@ def test_a_silent_worker_is_evicted_and_killed(strict: ControlPlane, beats: int)
         silent.receive()
 
 
-def test_replicas_that_are_all_silent_are_waited_for_until_their_bound_and_the_record_says_why() -> None:
+def test_replicas_that_are_all_silent_are_waited_for_until_their_bound_and_the_record_says_why():
     with ControlPlane(heartbeat=HeartbeatTimeouts(SILENCE, 3 * SILENCE)) as plane:
         members = plane.members()
         silent = [members[rank].client for rank in (1, 3)]
@@ -203,15 +199,14 @@ def test_replicas_that_are_all_silent_are_waited_for_until_their_bound_and_the_r
         assert outcome == StageLost(1, {1: cause, 3: cause})
 
 
-def test_a_worker_that_stops_in_the_middle_of_a_message_is_evicted_and_the_others_go_on(strict: ControlPlane) -> None:
+def test_a_worker_that_stops_in_the_middle_of_a_message_is_evicted_and_the_others_go_on(strict):
     """As a worker under SIGSTOP (or behind a dead link) that was sending its part of a checkpoint."""
     connection = strict.connection()
     connection.send(Hello(3, os.getpid()))
     beat(connection, 3)
     os.write(connection.fileno(), (5_000_000).to_bytes(4, "big") + b"x" * 1000)
     try:
-        members = strict.members(0, 1, 2)
-        assert members[0].client.member.roster == (0, 1, 2)
+        assert strict.members(0, 1, 2)[0].client.member.roster == (0, 1, 2)
     finally:
         connection.close()  # lets a coordinator that is stuck go on
 
@@ -230,7 +225,7 @@ def line(child: ForkedProcess) -> str:
 
 
 @pytest.mark.usefixtures("forks")
-def test_a_killed_process_is_noticed_by_its_connection_and_the_others_finish(plane: ControlPlane) -> None:
+def test_a_killed_process_is_noticed_by_its_connection_and_the_others_finish(plane):
     children = [plane.child(rank, steps=30, pause=0.02) for rank in range(4)]
     assert line(children[1]) == "hello"
     assert line(children[1]) == "step 1"
@@ -246,7 +241,7 @@ def test_a_killed_process_is_noticed_by_its_connection_and_the_others_finish(pla
 
 
 @pytest.mark.usefixtures("forks")
-def test_a_stopped_process_is_evicted_for_its_silence_and_ends_when_it_wakes() -> None:
+def test_a_stopped_process_is_evicted_for_its_silence_and_ends_when_it_wakes():
     # A process that starves on a busy machine is not silent for so long.
     with ControlPlane(heartbeat=HeartbeatTimeouts(4.0)) as plane:
         children = [plane.child(rank, steps=5, pause=0.1) for rank in range(4)]
@@ -261,7 +256,7 @@ def test_a_stopped_process_is_evicted_for_its_silence_and_ends_when_it_wakes() -
 
 
 @pytest.mark.usefixtures("forks")
-def test_processes_end_when_the_coordinator_is_gone(plane: ControlPlane) -> None:
+def test_processes_end_when_the_coordinator_is_gone(plane):
     children = [plane.child(rank, steps=1) for rank in range(4)]
     for child in children:
         assert [line(child) for _ in range(2)] == ["hello", "step 1"]
@@ -269,11 +264,11 @@ def test_processes_end_when_the_coordinator_is_gone(plane: ControlPlane) -> None
     started = time.monotonic()
     assert [child.wait(10) for child in children] == [EXIT_LOST_COORDINATOR] * 4
     assert time.monotonic() - started < 2.0
-    plane.coordinator.close = lambda: None  # type: ignore[method-assign]
+    plane.coordinator.close = lambda: None
 
 
 @pytest.mark.usefixtures("forks")
-def test_processes_end_when_they_are_told_to_stop(plane: ControlPlane) -> None:
+def test_processes_end_when_they_are_told_to_stop(plane):
     children = [plane.child(rank, steps=1000, pause=0.01) for rank in range(4)]
     assert [line(child) for child in children] == ["hello"] * 4
     plane.until(lambda: plane.events("resumed"))
@@ -283,7 +278,7 @@ def test_processes_end_when_they_are_told_to_stop(plane: ControlPlane) -> None:
     assert [children[rank].wait(10) for rank in (0, 2)] == [EXIT_STOPPED] * 2
 
 
-def test_a_worker_that_joins_after_the_end_is_told_so(plane: ControlPlane) -> None:
+def test_a_worker_that_joins_after_the_end_is_told_so(plane):
     plane.processes[1].die("first")
     plane.processes[3].die("second")
     assert isinstance(plane.coordinator.wait(PATIENCE), StageLost)

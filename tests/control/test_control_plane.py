@@ -19,7 +19,7 @@ from lightning_recycle.planning.grid import Worker
 from lightning_recycle.planning.program import Programs
 
 
-def test_workers_that_joined_get_the_same_roster_and_each_its_program(plane: ControlPlane) -> None:
+def test_workers_that_joined_get_the_same_roster_and_each_its_program(plane):
     members = plane.members()
     resumes = [member.resumes[0] for member in members]
     assert all(replace(resume, program=None) == replace(resumes[0], program=None) for resume in resumes)
@@ -30,7 +30,7 @@ def test_workers_that_joined_get_the_same_roster_and_each_its_program(plane: Con
     assert plane.coordinator.schedules == [fake_schedule()]
 
 
-def test_commits_wait_for_everybody_and_bring_one_payload_of_each_stage(plane: ControlPlane) -> None:
+def test_commits_wait_for_everybody_and_bring_one_payload_of_each_stage(plane):
     members = plane.members()
     early = [in_thread(m.client.commit, 0, Payload(m.client.rank)) for m in members[:3]]
     with pytest.raises(TimeoutError):
@@ -40,14 +40,14 @@ def test_commits_wait_for_everybody_and_bring_one_payload_of_each_stage(plane: C
     assert all(future.result(PATIENCE) == last for future in early)
 
 
-def test_collectives_answer_everybody_with_the_payloads_of_all(plane: ControlPlane) -> None:
+def test_collectives_answer_everybody_with_the_payloads_of_all(plane):
     members = plane.members()
     for number in range(20):
         answers = together(*(partial(m.client.arrive, f"round {number}", (number, m.client.rank)) for m in members))
         assert all(answer == {rank: (number, rank) for rank in range(4)} for answer in answers)
 
 
-def test_payloads_of_5_megabytes_reach_everybody(plane: ControlPlane) -> None:
+def test_payloads_of_5_megabytes_reach_everybody(plane):
     members = plane.members()
     large = os.urandom(5_000_000)
     answers = together(*(lambda m=m: m.client.arrive("state", (m.client.rank, large)) for m in members))
@@ -55,7 +55,7 @@ def test_payloads_of_5_megabytes_reach_everybody(plane: ControlPlane) -> None:
         assert answer == {rank: (rank, large) for rank in range(4)}
 
 
-def test_results_stay_with_the_coordinator_and_end_the_run(plane: ControlPlane) -> None:
+def test_results_stay_with_the_coordinator_and_end_the_run(plane):
     members = plane.members()
     parts = {0: "first stage", 1: "last stage", 2: None, 3: None}
     answers = together(*(lambda m=m: m.client.arrive(RESULT, parts[m.client.rank]) for m in members))
@@ -65,11 +65,11 @@ def test_results_stay_with_the_coordinator_and_end_the_run(plane: ControlPlane) 
     assert {rank: unpack(part) for rank, part in outcome.results.items()} == {0: "first stage", 1: "last stage"}
 
 
-def test_waiting_for_the_end_is_bounded_when_asked(plane: ControlPlane) -> None:
+def test_waiting_for_the_end_is_bounded_when_asked(plane):
     assert plane.coordinator.wait(timeout=0.05) is None
 
 
-def test_an_announcement_that_does_not_come_is_an_error_after_its_time(plane: ControlPlane) -> None:
+def test_an_announcement_that_does_not_come_is_an_error_after_its_time(plane):
     client = plane.client(0)
     with pytest.raises(ControlPlaneError, match=r"Worker 0 waited 0\.1 s"):
         client.await_announcement(0.1)
@@ -78,7 +78,7 @@ def test_an_announcement_that_does_not_come_is_an_error_after_its_time(plane: Co
 # ---------------------------------------------------------------------- history
 
 
-def test_history_tells_a_failure_from_its_detection_to_the_next_committed_step(plane: ControlPlane) -> None:
+def test_history_tells_a_failure_from_its_detection_to_the_next_committed_step(plane):
     members = plane.members()
     together(*(member.step for member in members))
     announced = time.time()
@@ -100,13 +100,13 @@ def test_history_tells_a_failure_from_its_detection_to_the_next_committed_step(p
     assert (failure.details["kind"], failure.details["operation"]) == ("kill", "F(0, 0)@0")
     moments = [failure.seconds, resumed.seconds, regrouped.seconds, recovered.seconds]
     assert all(moment is not None for moment in moments)
-    assert 0 < moments[0] < moments[1] <= moments[2] < moments[3] < PATIENCE  # type: ignore[operator]
+    assert 0 < moments[0] < moments[1] <= moments[2] < moments[3] < PATIENCE
     assert recovered.time - announced == pytest.approx(recovered.seconds, abs=0.01)
     assert resumed.details["roster"] == regrouped.details["roster"] == (0, 1, 3)
     assert third.seconds == pytest.approx(third.time - second.time, abs=0.01)
 
 
-def test_plans_are_made_for_the_failed_workers_and_the_measured_times(plane: ControlPlane) -> None:
+def test_plans_are_made_for_the_failed_workers_and_the_measured_times(plane):
     members = plane.members()
     together(*(member.step for member in members))
     plane.until(lambda: plane.events("step"))
@@ -115,7 +115,7 @@ def test_plans_are_made_for_the_failed_workers_and_the_measured_times(plane: Con
     assert plane.planner.asked == [(frozenset(), {}), (frozenset({Worker(0, 0)}), {0: {"F": 0.5}, 1: {"F": 0.5}})]
 
 
-def test_plans_are_made_ahead_at_the_start_and_again_once_the_times_are_known(plane: ControlPlane) -> None:
+def test_plans_are_made_ahead_at_the_start_and_again_once_the_times_are_known(plane):
     members = plane.members()
     for _ in range(5):
         together(*(member.step for member in members))
@@ -123,7 +123,7 @@ def test_plans_are_made_ahead_at_the_start_and_again_once_the_times_are_known(pl
     assert plane.planner.ahead == [frozenset(), frozenset()]
 
 
-def test_what_a_worker_publishes_reaches_those_of_its_generation_that_look_it_up(plane: ControlPlane) -> None:
+def test_what_a_worker_publishes_reaches_those_of_its_generation_that_look_it_up(plane):
     members = plane.members()
     early = in_thread(members[0].client.lookup, ["address", "other"], threading.Event())
     members[2].client.publish("address", b"of 2")
@@ -135,7 +135,7 @@ def test_what_a_worker_publishes_reaches_those_of_its_generation_that_look_it_up
     assert members[1].client.member.published("other") is None, "it has not asked"
 
 
-def test_waiting_for_what_nobody_publishes_is_interrupted_by_a_loss(plane: ControlPlane) -> None:
+def test_waiting_for_what_nobody_publishes_is_interrupted_by_a_loss(plane):
     members = plane.members()
     waiting = in_thread(members[0].client.lookup, ["address"], threading.Event())
     die(plane, members[3])
@@ -143,7 +143,7 @@ def test_waiting_for_what_nobody_publishes_is_interrupted_by_a_loss(plane: Contr
         waiting.result(PATIENCE)
 
 
-def test_the_mean_loss_of_a_step_is_known_to_all_when_all_its_parts_are(plane: ControlPlane) -> None:
+def test_the_mean_loss_of_a_step_is_known_to_all_when_all_its_parts_are(plane):
     members = plane.members()
     waiting = [in_thread(member.client.await_loss, 0) for member in members]
     members[1].client.send(Losses(1, 0, {0: 1.0}))
@@ -151,22 +151,21 @@ def test_the_mean_loss_of_a_step_is_known_to_all_when_all_its_parts_are(plane: C
     assert [future.result(PATIENCE).loss for future in waiting] == [2.5] * 4
 
 
-def test_closing_before_the_start_is_harmless() -> None:
-    plane = ControlPlane()
-    plane.close()
+def test_closing_before_the_start_is_harmless():
+    ControlPlane().close()
 
 
 # ---------------------------------------------------------------------- strangers
 
 
-def test_a_stranger_without_the_key_is_refused_and_the_service_goes_on(plane: ControlPlane) -> None:
+def test_a_stranger_without_the_key_is_refused_and_the_service_goes_on(plane):
     for _ in range(3):
         with pytest.raises((Refused, ConnectionError)):
             connect(plane.coordinator.address, b"another key of a run")
     assert len(plane.members()) == 4
 
 
-def test_a_connection_with_the_key_that_does_not_introduce_itself_is_ignored(plane: ControlPlane) -> None:
+def test_a_connection_with_the_key_that_does_not_introduce_itself_is_ignored(plane):
     connection = plane.connection()
     beat(connection, 0)
     connection.send(Broken(0, 0, "not mine to say"))

@@ -36,7 +36,7 @@ def results(futures: list[Future[Any]]) -> list[Any]:
     return [future.result(PATIENCE) for future in futures]
 
 
-def test_a_replacement_joins_at_a_step_boundary_and_nothing_is_redone(plane: ControlPlane) -> None:
+def test_a_replacement_joins_at_a_step_boundary_and_nothing_is_redone(plane):
     members = plane.members()
     die(plane, members[3])
     results(run_to(1, members[:3]))
@@ -62,7 +62,7 @@ def test_a_replacement_joins_at_a_step_boundary_and_nothing_is_redone(plane: Con
     assert plane.coordinator.schedules[-1] == fake_schedule(), "the plan of before"
 
 
-def test_a_worker_that_is_told_to_end_leaves_at_a_step_boundary_and_its_process_ends_well(plane: ControlPlane) -> None:
+def test_a_worker_that_is_told_to_end_leaves_at_a_step_boundary_and_its_process_ends_well(plane):
     members = plane.members()
     results(run_to(2, members))
     members[3].client.request_leave()
@@ -78,7 +78,7 @@ def test_a_worker_that_is_told_to_end_leaves_at_a_step_boundary_and_its_process_
     assert not plane.processes[3].killed.is_set()
 
 
-def test_what_is_left_of_a_position_ends_so_that_it_is_started_again() -> None:
+def test_what_is_left_of_a_position_ends_so_that_it_is_started_again():
     """At once: the run is not over."""
     with ControlPlane(Grid(2, 1, 1), of_position=2) as plane:
         members = plane.members()
@@ -97,7 +97,7 @@ def on_machines(plane: ControlPlane) -> list[Member]:
     return members
 
 
-def test_the_workers_of_a_machine_leave_at_a_step_boundary_when_that_is_asked(plane: ControlPlane) -> None:
+def test_the_workers_of_a_machine_leave_at_a_step_boundary_when_that_is_asked(plane):
     members = on_machines(plane)
     results(run_to(2, members))
     plane.coordinator.ask_to_leave("machine 1")
@@ -109,7 +109,7 @@ def test_the_workers_of_a_machine_leave_at_a_step_boundary_when_that_is_asked(pl
     assert [*plane.events("failure"), *plane.events("redone")] == []
 
 
-def test_a_worker_started_by_hand_gets_the_position_that_is_free(plane: ControlPlane) -> None:
+def test_a_worker_started_by_hand_gets_the_position_that_is_free(plane):
     members = plane.members()
     spare = plane.client(None, joining=True)
     waiting = in_thread(spare.await_assignment)
@@ -122,7 +122,7 @@ def test_a_worker_started_by_hand_gets_the_position_that_is_free(plane: ControlP
     assert spare.rank == 2
 
 
-def test_a_spare_that_goes_away_is_not_given_a_position(plane: ControlPlane) -> None:
+def test_a_spare_that_goes_away_is_not_given_a_position(plane):
     members = plane.members()
     gone = plane.connection()
     gone.send(Hello(None, os.getpid(), True))
@@ -134,10 +134,9 @@ def test_a_spare_that_goes_away_is_not_given_a_position(plane: ControlPlane) -> 
     assert in_thread(stays.await_assignment).result(PATIENCE).rank == 2
 
 
-def test_replacements_are_started_for_the_lost_as_often_as_allowed() -> None:
+def test_replacements_are_started_for_the_lost_as_often_as_allowed():
     with ControlPlane(recovery=RecoveryOptions(max_restarts=2)) as plane:
-        members = plane.members()
-        die(plane, members[3])
+        die(plane, plane.members()[3])
         plane.until(lambda: len(plane.started) == 1)
         plane.until(lambda: 3 in plane.coordinator._workers.processes)
         plane.replacements[0].die("it exited with code 1")
@@ -151,7 +150,7 @@ def test_replacements_are_started_for_the_lost_as_often_as_allowed() -> None:
         assert len(plane.events("failure")) == 1, "who was never let in is no failure"
 
 
-def test_where_a_run_grows_a_worker_that_left_has_a_successor_that_replaces_none() -> None:
+def test_where_a_run_grows_a_worker_that_left_has_a_successor_that_replaces_none():
     """Those that are lost have none, as none may be replaced."""
     with ControlPlane(grows=True) as plane:
         members = plane.members()
@@ -168,17 +167,16 @@ def test_where_a_run_grows_a_worker_that_left_has_a_successor_that_replaces_none
         assert plane.events("restarting") == []
 
 
-def test_a_replacement_that_does_not_become_ready_in_time_is_given_up_for_the_next_one() -> None:
+def test_a_replacement_that_does_not_become_ready_in_time_is_given_up_for_the_next_one():
     with ControlPlane(recovery=RecoveryOptions(max_restarts=10, start_timeout=1.0)) as plane:
-        members = plane.members()
-        die(plane, members[3])
+        die(plane, plane.members()[3])
         plane.until(lambda: plane.replacements)
         plane.until(lambda: plane.replacements[0].killed.is_set(), seconds=3.0)  # it never says hello
         plane.until(lambda: len(plane.replacements) > 1)
 
 
 @pytest.mark.parametrize(("rank", "joining"), [(3, True), (4, True), (-1, False)], ids=["taken", "outside", "negative"])
-def test_who_claims_a_position_that_it_cannot_have_is_refused(plane: ControlPlane, rank: int, joining: bool) -> None:
+def test_who_claims_a_position_that_it_cannot_have_is_refused(plane, rank, joining):
     members = plane.members()
     stranger = plane.connection()
     stranger.send(Hello(rank, os.getpid(), joining))
@@ -188,7 +186,7 @@ def test_who_claims_a_position_that_it_cannot_have_is_refused(plane: ControlPlan
     assert plane.events("failure") == []
 
 
-def test_only_a_member_is_told_that_it_is_one(plane: ControlPlane) -> None:
+def test_only_a_member_is_told_that_it_is_one(plane):
     members = plane.members()
     together(*(partial(member.client.await_membership) for member in members))
     joiner = plane.client(3, joining=True)  # the position is taken

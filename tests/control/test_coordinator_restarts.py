@@ -40,10 +40,8 @@ class Restarted:
         next_line(self.process)
 
     def kill(self) -> None:
-        assert self.process is not None
         self.process.kill()
         self.process.wait()
-        assert self.process.stdout is not None
         self.process.stdout.close()
 
     def client(self, patience: float = LONG) -> ThreadClient:
@@ -57,7 +55,7 @@ class Restarted:
 
 
 @pytest.fixture
-def coordinator(tmp_path: Path) -> Iterator[Restarted]:
+def coordinator(tmp_path) -> Iterator[Restarted]:
     made = Restarted(tmp_path)
     try:
         made.start()
@@ -81,7 +79,7 @@ def train(client: ThreadClient, steps: int, begins: Callable[[int], None]) -> li
     return told
 
 
-def test_workers_agree_whenever_the_coordinator_was_killed(coordinator: Restarted) -> None:
+def test_workers_agree_whenever_the_coordinator_was_killed(coordinator):
     steps, newest = 40, 0
 
     def begins(step: int) -> None:
@@ -100,13 +98,12 @@ def test_workers_agree_whenever_the_coordinator_was_killed(coordinator: Restarte
         coordinator.start()
     first, *others = [future.result(LONG) for future in trained]
     assert all(other == first for other in others)
-    assert [told[0] for told in first[:-1]] == list(range(1, steps + 1))  # type: ignore[index]
+    assert [told[0] for told in first[:-1]] == list(range(1, steps + 1))
     assert '"kind": "failure"' not in coordinator.record
-    assert coordinator.process is not None
     assert coordinator.process.wait(LONG) == 0, coordinator.record
 
 
-def test_a_worker_gives_up_a_coordinator_that_does_not_come_back(coordinator: Restarted) -> None:
+def test_a_worker_gives_up_a_coordinator_that_does_not_come_back(coordinator):
     clients = [coordinator.client(patience=1.0) for _ in range(4)]
     for client in clients:
         client.await_assignment()
@@ -132,7 +129,7 @@ def begun(address: tuple[str, int]) -> tuple[list[ThreadClient], list[Member]]:
     return clients, members
 
 
-def test_workers_outlive_a_stop_of_the_coordinator_even_in_the_middle_of_a_large_message() -> None:
+def test_workers_outlive_a_stop_of_the_coordinator_even_in_the_middle_of_a_large_message():
     with listening("--runs", "1") as (process, address):
         clients, members = begun(address)
         process.send_signal(signal.SIGSTOP)
@@ -151,7 +148,7 @@ def test_workers_outlive_a_stop_of_the_coordinator_even_in_the_middle_of_a_large
         assert all(client.exited.wait(PATIENCE) for client in clients)
 
 
-def test_workers_give_up_a_coordinator_that_stays_silent_for_longer_than_its_timeout() -> None:
+def test_workers_give_up_a_coordinator_that_stays_silent_for_longer_than_its_timeout():
     with listening("--runs", "1", "--coordinator-timeout", str(QUIET)) as (process, address):
         clients, members = begun(address)
         process.send_signal(signal.SIGSTOP)

@@ -17,7 +17,7 @@ from lightning_recycle.simulation.results import Span, State, account
 POSITIONS, USEFUL = 6, 4.0  # workers, and worker-seconds of F, B and W in a step
 
 
-def test_the_causes_are_those_of_the_simulator_in_its_order() -> None:
+def test_the_causes_are_those_of_the_simulator_in_its_order():
     assert tuple(PARTS) == tuple(cause.value for cause in Cause)
 
 
@@ -68,7 +68,7 @@ def scripted() -> Run:
     return run
 
 
-def test_a_scripted_record_is_accounted_for_as_the_simulator_would() -> None:
+def test_a_scripted_record_is_accounted_for_as_the_simulator_would():
     def training(gpus: int, seconds: float) -> Configuration:
         return Configuration("train", seconds, 1, gpus, USEFUL)
 
@@ -92,7 +92,7 @@ def test_a_scripted_record_is_accounted_for_as_the_simulator_would() -> None:
     assert measured == pytest.approx({cause.value: simulated.seconds(cause) for cause in Cause}, abs=1e-6)
 
 
-def test_what_was_lost_is_told_by_phase() -> None:
+def test_what_was_lost_is_told_by_phase():
     seconds = scripted().seconds(51.5)
     assert seconds["idle"]["starting"] == pytest.approx(60.0)
     assert seconds["redone"]["interrupted"] == pytest.approx(6 * 0.6)
@@ -101,7 +101,7 @@ def test_what_was_lost_is_told_by_phase() -> None:
     assert seconds["useful"]["training"] == pytest.approx(38 * USEFUL)
 
 
-def test_a_step_that_survives_the_failure_is_not_redone() -> None:
+def test_a_step_that_survives_the_failure_is_not_redone():
     run = Run()
     run.at(0.0, "regrouped")
     run.live = 5
@@ -114,7 +114,7 @@ def test_a_step_that_survives_the_failure_is_not_redone() -> None:
     assert seconds["useful"]["training"] + seconds["bubble"]["training"] == pytest.approx(6 * 0.5 + 5 * 0.3)
 
 
-def test_silence_counts_from_its_beginning() -> None:
+def test_silence_counts_from_its_beginning():
     """A hang shows seconds later: nobody trained in them."""
     run = Run()
     run.at(0.0, "regrouped")
@@ -130,7 +130,7 @@ def test_silence_counts_from_its_beginning() -> None:
     assert seconds["redone"]["interrupted"] == pytest.approx(6 * 0.5)
 
 
-def test_a_worker_that_was_waited_for_held_all_up() -> None:
+def test_a_worker_that_was_waited_for_held_all_up():
     run = Run()
     run.at(0.0, "regrouped")
     run.at(1.0, "step")
@@ -142,7 +142,7 @@ def test_a_worker_that_was_waited_for_held_all_up() -> None:
     assert seconds["useful"]["training"] + seconds["bubble"]["training"] == pytest.approx(6 * 3.0)
 
 
-def test_the_present_step_is_not_accounted_for_until_it_is_committed() -> None:
+def test_the_present_step_is_not_accounted_for_until_it_is_committed():
     """A failure may still show that it is lost, and a counter must not go back."""
     run = Run()
     run.at(0.0, "regrouped")
@@ -152,7 +152,7 @@ def test_the_present_step_is_not_accounted_for_until_it_is_committed() -> None:
     assert run.account.phase is Phase.TRAINING
 
 
-def test_spares_are_idle() -> None:
+def test_spares_are_idle():
     run = Run()
     run.at(0.0, "regrouped")
     run.account.spares_are(2, 101.0)
@@ -176,7 +176,7 @@ ENTRIES = st.tuples(
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # on a busy machine
 @given(st.lists(ENTRIES, max_size=30), st.floats(0.0, 50.0))
-def test_whatever_happens_counters_only_grow_and_no_second_is_counted_twice(entries: list[Any], useful: float) -> None:
+def test_whatever_happens_counters_only_grow_and_no_second_is_counted_twice(entries, useful):
     run, now, newest = Run(), 0.0, 0.0
     before = {cause: dict.fromkeys(phases, 0.0) for cause, phases in PARTS.items()}
     for kind, passed, live, joining, seconds, redone in entries:

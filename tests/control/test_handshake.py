@@ -41,7 +41,7 @@ def shake(worker: Handshake, coordinator: Handshake) -> None:
         )
 
 
-def test_two_sides_with_the_same_key_and_version_meet() -> None:
+def test_two_sides_with_the_same_key_and_version_meet():
     worker, coordinator = side(Role.WORKER), side(Role.COORDINATOR)
     shake(worker, coordinator)
     assert worker.done
@@ -49,7 +49,7 @@ def test_two_sides_with_the_same_key_and_version_meet() -> None:
 
 
 @pytest.mark.parametrize("wrong", [Role.WORKER, Role.COORDINATOR])
-def test_another_key_is_refused_by_whoever_hears_its_proof_first(wrong: Role) -> None:
+def test_another_key_is_refused_by_whoever_hears_its_proof_first(wrong):
     worker, coordinator = (side(role, OTHER if role is wrong else KEY) for role in Role)
     with pytest.raises(Refused, match="another key"):
         shake(worker, coordinator)
@@ -57,7 +57,7 @@ def test_another_key_is_refused_by_whoever_hears_its_proof_first(wrong: Role) ->
     assert not coordinator.done
 
 
-def test_another_version_is_named_by_both_sides() -> None:
+def test_another_version_is_named_by_both_sides():
     worker, coordinator = side(Role.WORKER, version="1.0"), side(Role.COORDINATOR, version="1.1")
     words = r"worker runs lightning-recycle '1\.0'.*coordinator lightning-recycle '1\.1'.*install the same version"
     for one, other in ((worker, coordinator), (coordinator, worker)):
@@ -65,20 +65,20 @@ def test_another_version_is_named_by_both_sides() -> None:
             one.receive(other.greeting)
 
 
-def test_other_messages_of_the_same_version_are_refused() -> None:
+def test_other_messages_of_the_same_version_are_refused():
     worker, coordinator = side(Role.WORKER), side(Role.COORDINATOR, schema=b"s" * 16)
     with pytest.raises(VersionMismatch, match="messages 73737373"):
         worker.receive(coordinator.greeting)
 
 
-def test_what_a_side_said_proves_nothing_when_it_is_said_back() -> None:
+def test_what_a_side_said_proves_nothing_when_it_is_said_back():
     """A stranger without the key that mirrors every byte."""
     coordinator = side(Role.COORDINATOR)
     with pytest.raises(Refused):
         coordinator.receive(coordinator.greeting + coordinator.receive(coordinator.greeting) + bytes(32))
 
 
-def test_a_proof_of_another_connection_is_refused() -> None:
+def test_a_proof_of_another_connection_is_refused():
     worker, coordinator = side(Role.WORKER), side(Role.COORDINATOR)
     overheard = worker.greeting + worker.receive(coordinator.greeting)
     assert coordinator.receive(overheard)
@@ -88,7 +88,7 @@ def test_a_proof_of_another_connection_is_refused() -> None:
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(data=st.binary(max_size=200), pieces=st.lists(st.integers(1, 50), max_size=10), greets=st.booleans())
-def test_any_bytes_are_no_proof(data: bytes, pieces: list[int], greets: bool) -> None:
+def test_any_bytes_are_no_proof(data, pieces, greets):
     coordinator = side(Role.COORDINATOR)
     data = (side(Role.WORKER).greeting if greets else b"") + data
     try:
@@ -101,7 +101,7 @@ def test_any_bytes_are_no_proof(data: bytes, pieces: list[int], greets: bool) ->
     assert not coordinator.done
 
 
-def test_the_handshake_may_come_in_pieces_with_the_first_message_behind_it() -> None:
+def test_the_handshake_may_come_in_pieces_with_the_first_message_behind_it():
     worker, coordinator = side(Role.WORKER), side(Role.COORDINATOR)
     said = worker.greeting + worker.receive(coordinator.greeting) + b"hello"
     for byte in said:
@@ -158,7 +158,7 @@ def is_closed(stranger: socket.socket) -> bool:
     return True
 
 
-def test_a_worker_with_the_key_is_let_in_and_its_messages_arrive(doors: list[Door]) -> None:
+def test_a_worker_with_the_key_is_let_in_and_its_messages_arrive(doors):
     door = open_door(doors)
     worker = connect(door.listener.address, KEY)
     assert door.woken.wait(10)
@@ -170,9 +170,7 @@ def test_a_worker_with_the_key_is_let_in_and_its_messages_arrive(doors: list[Doo
     accepted.close()
 
 
-def test_a_stranger_that_says_a_byte_now_and_then_has_no_more_time_than_a_silent_one(
-    doors: list[Door], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stranger_that_says_a_byte_now_and_then_has_no_more_time_than_a_silent_one(doors, monkeypatch):
     monkeypatch.setattr(listener_module, "HANDSHAKE_SECONDS", 1.0)
     door = open_door(doors)
     slow, sent = door.stranger(), 0
@@ -184,7 +182,7 @@ def test_a_stranger_that_says_a_byte_now_and_then_has_no_more_time_than_a_silent
     assert sent < 87, "it could speak as long as it liked"
 
 
-def test_strangers_are_bounded_and_do_not_keep_a_worker_out(doors: list[Door], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strangers_are_bounded_and_do_not_keep_a_worker_out(doors, monkeypatch):
     monkeypatch.setattr(listener_module, "_STRANGERS", 1)
     door = open_door(doors)
     strangers = [door.stranger() for _ in range(20)]
@@ -196,9 +194,7 @@ def test_strangers_are_bounded_and_do_not_keep_a_worker_out(doors: list[Door], m
     worker.close()
 
 
-def test_who_has_spoken_stays_while_others_come_and_say_nothing(
-    doors: list[Door], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_has_spoken_stays_while_others_come_and_say_nothing(doors, monkeypatch):
     monkeypatch.setattr(listener_module, "_STRANGERS", 1)
     door = open_door(doors)
     worker, sock = side(Role.WORKER), door.stranger()
@@ -210,7 +206,7 @@ def test_who_has_spoken_stays_while_others_come_and_say_nothing(
     assert door.listener.accepted.get(timeout=10)
 
 
-def test_an_address_that_is_not_known_has_few_connections_and_those_of_others_stay(doors: list[Door]) -> None:
+def test_an_address_that_is_not_known_has_few_connections_and_those_of_others_stay(doors):
     door = open_door(doors)
     door.listener._known["127.0.0.2"] = door.listener._known["127.0.0.3"] = False  # as if they were elsewhere
     others = [door.stranger("127.0.0.3") for _ in range(3)]
@@ -221,7 +217,7 @@ def test_an_address_that_is_not_known_has_few_connections_and_those_of_others_st
     connect(door.listener.address, KEY).close()
 
 
-def test_a_known_address_is_not_bounded_by_who_else_comes_from_there(doors: list[Door]) -> None:
+def test_a_known_address_is_not_bounded_by_who_else_comes_from_there(doors):
     door = open_door(doors)
     door.listener._known["127.0.0.2"] = False
 
@@ -237,7 +233,7 @@ def test_a_known_address_is_not_bounded_by_who_else_comes_from_there(doors: list
     knock()
 
 
-def test_refusals_do_not_fill_the_log(doors: list[Door], caplog: pytest.LogCaptureFixture) -> None:
+def test_refusals_do_not_fill_the_log(doors, caplog):
     door = open_door(doors)
     for _ in range(300):
         door.stranger().close()
@@ -252,9 +248,7 @@ def test_refusals_do_not_fill_the_log(doors: list[Door], caplog: pytest.LogCaptu
     assert len(lines()) < 4
 
 
-def test_a_worker_of_another_version_says_which_versions_differ(
-    doors: list[Door], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_worker_of_another_version_says_which_versions_differ(doors, monkeypatch, caplog):
     door = open_door(doors)
     worker = side(Role.WORKER, version="9.9")
     monkeypatch.setattr(connection_module, "Handshake", lambda *_: worker)
@@ -263,6 +257,6 @@ def test_a_worker_of_another_version_says_which_versions_differ(
     assert wait_for(lambda: "'9.9'" in caplog.text and repr(__version__) in caplog.text, 10)
 
 
-def test_a_key_that_can_be_guessed_is_refused() -> None:
+def test_a_key_that_can_be_guessed_is_refused():
     with pytest.raises(ConfigurationError, match=r"authkey has 9 bytes.*at least 16.*/dev/urandom"):
-        Coordinator(None, None, authkey=b"too short")  # type: ignore[arg-type]
+        Coordinator(None, None, authkey=b"too short")

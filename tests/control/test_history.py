@@ -40,23 +40,21 @@ class Recorder:
 
 
 @pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+def recorder(monkeypatch) -> Recorder:
     return Recorder(monkeypatch)
 
 
-def test_an_event_says_when_in_which_generation_and_step_and_who(recorder: Recorder) -> None:
+def test_an_event_says_when_in_which_generation_and_step_and_who(recorder):
     event = recorder.at(1003.0, "left", step=9, rank=3)
     assert event == Event("left", 1003.0, 4, 9, (1, 1), None, {})
 
 
-def test_without_a_step_an_event_is_of_the_present_version(recorder: Recorder) -> None:
+def test_without_a_step_an_event_is_of_the_present_version(recorder):
     recorder.history.add("suspected", STATE, 0, {"cause": "silence"})
     assert recorder.history.events == [Event("suspected", 1000.0, 4, 7, (0, 0), None, {"cause": "silence"})]
 
 
-def test_a_suspicion_that_is_waited_out_is_recorded_and_logged_with_its_limit_and_reason(
-    recorder: Recorder, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_suspicion_that_is_waited_out_is_recorded_and_logged_with_its_limit_and_reason(recorder, caplog):
     cause, reason = "it was silent for more than 5 s", "no other worker that holds stage 0 is well"
     recorder.history.suspect(2, cause, 5.125, 300.0, reason, STATE)
     recorder.history.clear(2, 8.25, STATE)
@@ -72,7 +70,7 @@ def test_a_suspicion_that_is_waited_out_is_recorded_and_logged_with_its_limit_an
     ]
 
 
-def test_a_step_takes_from_the_end_of_the_one_before(recorder: Recorder) -> None:
+def test_a_step_takes_from_the_end_of_the_one_before(recorder):
     assert not recorder.history.digest.counts["step"]
     recorder.at(1000.0, "resumed", 0)
     assert not recorder.history.digest.counts["step"]
@@ -80,7 +78,7 @@ def test_a_step_takes_from_the_end_of_the_one_before(recorder: Recorder) -> None
     assert recorder.history.digest.counts["step"]
 
 
-def test_a_recovery_counts_from_the_failure_to_the_first_committed_step(recorder: Recorder) -> None:
+def test_a_recovery_counts_from_the_failure_to_the_first_committed_step(recorder):
     recorder.at(1000.0, "step", 6)
     assert recorder.at(1001.0, "failure", rank=3).seconds == 0.0
     assert recorder.at(1001.5, "resumed", ahead=(0,)).seconds == 0.5
@@ -94,7 +92,7 @@ def test_a_recovery_counts_from_the_failure_to_the_first_committed_step(recorder
     assert next(event for event in recorder.history.events if event.kind == "redone").details == {"ahead": (0,)}
 
 
-def test_an_injected_fault_happened_when_it_was_announced(recorder: Recorder) -> None:
+def test_an_injected_fault_happened_when_it_was_announced(recorder):
     recorder.history.fault_injected(FaultInjected(3, "kill", "F(0, 0)@7", 1000.25))
     failure = recorder.at(1001.0, "failure", rank=3)
     assert failure.seconds == 0.75
@@ -104,7 +102,7 @@ def test_an_injected_fault_happened_when_it_was_announced(recorder: Recorder) ->
     assert (again.seconds, again.details["kind"]) == (0.0, "unknown"), "the announcement was for the process before"
 
 
-def test_a_second_failure_belongs_to_the_recovery_from_the_first(recorder: Recorder) -> None:
+def test_a_second_failure_belongs_to_the_recovery_from_the_first(recorder):
     for now, kind in ((1000.0, "failure"), (1000.5, "resumed"), (1001.0, "failure")):
         recorder.at(now, kind, rank=3 if kind == "failure" else None)
     assert recorder.at(1002.0, "resumed").seconds == 2.0
@@ -114,7 +112,7 @@ def test_a_second_failure_belongs_to_the_recovery_from_the_first(recorder: Recor
     assert recorder.history.counters["recovery_seconds"] == 4.0
 
 
-def test_a_failure_after_a_recovery_is_counted_anew(recorder: Recorder) -> None:
+def test_a_failure_after_a_recovery_is_counted_anew(recorder):
     for now, kind in ((0.0, "failure"), (1.0, "resumed"), (2.0, "step"), (10.0, "failure"), (11.0, "resumed")):
         recorder.at(now, kind, rank=3 if kind == "failure" else None)
     recorder.at(14.0, "step", 8)
@@ -123,7 +121,7 @@ def test_a_failure_after_a_recovery_is_counted_anew(recorder: Recorder) -> None:
     assert recorder.history.counters["redone_steps"] == 2.0
 
 
-def test_a_step_that_a_death_completes_is_not_yet_the_recovery(recorder: Recorder) -> None:
+def test_a_step_that_a_death_completes_is_not_yet_the_recovery(recorder):
     recorder.at(1000.0, "failure", rank=3)
     recorder.at(1000.0, "step", 6)
     assert recorder.kinds() == ["failure", "step"]
@@ -132,7 +130,7 @@ def test_a_step_that_a_death_completes_is_not_yet_the_recovery(recorder: Recorde
     assert recorder.kinds()[-2:] == ["step", "recovered"]
 
 
-def test_who_rejoins_says_how_long_the_others_waited(recorder: Recorder) -> None:
+def test_who_rejoins_says_how_long_the_others_waited(recorder):
     recorder.at(1000.0, "paused")
     assert recorder.at(1000.5, "resumed", redone=False).seconds is None
     assert recorder.at(1001.5, "rejoined", rank=3).seconds == 1.5
@@ -141,7 +139,7 @@ def test_who_rejoins_says_how_long_the_others_waited(recorder: Recorder) -> None
     assert "redone" not in recorder.kinds()
 
 
-def test_the_counters_begin_at_zero(recorder: Recorder) -> None:
+def test_the_counters_begin_at_zero(recorder):
     names = ("failures", "recovery_seconds", "redone_steps", "rejoined_workers", "corruptions", "replans")
     names += ("checkpoint_stall_seconds",)
     assert recorder.history.counters == dict.fromkeys(names, 0.0)
@@ -150,9 +148,7 @@ def test_the_counters_begin_at_zero(recorder: Recorder) -> None:
 @pytest.mark.parametrize(
     ("kind", "level"), [("step", logging.DEBUG), ("failure", logging.INFO), ("left", logging.INFO)]
 )
-def test_every_event_is_a_line_of_json_in_the_log(
-    recorder: Recorder, caplog: pytest.LogCaptureFixture, kind: str, level: int
-) -> None:
+def test_every_event_is_a_line_of_json_in_the_log(recorder, caplog, kind, level):
     with caplog.at_level(logging.DEBUG, logger="lightning_recycle.events"):
         recorder.at(1003.0, kind, rank=3)
     (line,) = [entry for entry in caplog.records if entry.name == "lightning_recycle.events"]
@@ -162,15 +158,13 @@ def test_every_event_is_a_line_of_json_in_the_log(
     assert {name: told[name] for name in expected} == expected
 
 
-def test_a_loss_is_a_warning_that_says_who_why_and_how_many_are_left(
-    recorder: Recorder, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_loss_is_a_warning_that_says_who_why_and_how_many_are_left(recorder, caplog):
     recorder.at(1003.0, "failure", rank=3)
     (line,) = [entry for entry in caplog.records if entry.levelno == logging.WARNING]
     assert line.getMessage() == "Worker (1, 1) was lost at step 7: killed. Live workers: 3 of 4."
 
 
-def test_events_of_a_worker_name_the_process_that_holds_the_position(caplog: pytest.LogCaptureFixture) -> None:
+def test_events_of_a_worker_name_the_process_that_holds_the_position(caplog):
     history, state = History(GRID), STATE
     history.introduce(3, "node7", 4711)
     history.record(Record("failure", 7, 3, {"cause": "killed"}), state)
@@ -182,14 +176,12 @@ def test_events_of_a_worker_name_the_process_that_holds_the_position(caplog: pyt
     assert [(e.host, e.pid) for e in history.events] == [("node7", 4711), ("node8", 12), (None, None), (None, None)]
 
 
-def test_details_that_json_does_not_know_do_not_stop_the_run(recorder: Recorder) -> None:
+def test_details_that_json_does_not_know_do_not_stop_the_run(recorder):
     what: Callable[[], None] = lambda: None  # noqa: E731
     assert recorder.at(1003.0, "left", rank=3, what=what).details == {"what": what}
 
 
-def test_of_many_steps_the_newest_are_kept_and_of_everything_else_all(
-    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_many_steps_the_newest_are_kept_and_of_everything_else_all(recorder, monkeypatch):
     monkeypatch.setattr(module, "_STEPS_KEPT", 10)
     for step in range(100):
         recorder.now += 1.0
@@ -204,7 +196,7 @@ def test_of_many_steps_the_newest_are_kept_and_of_everything_else_all(
     assert sorted(event.time for event in recorder.history.events) == [event.time for event in recorder.history.events]
 
 
-def test_the_most_memory_of_each_stage_is_recorded_at_the_end(recorder: Recorder) -> None:
+def test_the_most_memory_of_each_stage_is_recorded_at_the_end(recorder):
     history = recorder.history
     for rank, peak in ((0, 100), (2, 300), (2, 250), (1, 0)):
         history.held(rank, peak)
@@ -224,7 +216,7 @@ def step(number: int, time: float, seconds: float | None = 1.0, loss: float = 0.
     return Event("step", time, 0, number, None, seconds, {"loss": loss})
 
 
-def test_a_million_events_are_kept_in_bounds() -> None:
+def test_a_million_events_are_kept_in_bounds():
     digest = Digest(4, 0.0)
     for number in range(20_000):
         digest.add(step(number, float(number)), 4, False)
@@ -236,7 +228,7 @@ def test_a_million_events_are_kept_in_bounds() -> None:
     assert (digest.step, digest.loss) == (19_999, 0.5)
 
 
-def test_the_time_of_a_step_is_that_of_the_present_plan_without_what_held_it_up() -> None:
+def test_the_time_of_a_step_is_that_of_the_present_plan_without_what_held_it_up():
     digest = Digest(4, 0.0)
     assert digest.step_seconds is None
     for number in range(3):
@@ -249,7 +241,7 @@ def test_the_time_of_a_step_is_that_of_the_present_plan_without_what_held_it_up(
     assert digest.step_seconds == 2.0
 
 
-def test_a_suspicion_lasts_until_it_is_cleared_or_proven() -> None:
+def test_a_suspicion_lasts_until_it_is_cleared_or_proven():
     digest = Digest(4, 0.0)
     waits = {"cause": "silence", "seconds": 5.0, "waits": "it is the last"}
     for worker in ((0, 0), (0, 1)):

@@ -25,20 +25,20 @@ from lightning_recycle.control.network.connection import (
     encode,
 )
 from lightning_recycle.control.options import HeartbeatTimeouts
-from lightning_recycle.control.protocol import messages as m
+from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.messages import WorkerStatus
 
-_HEARTBEAT = m.Heartbeat(3, 0, m.Activity(0, "F"))
+_HEARTBEAT = messages.Heartbeat(3, 0, messages.Activity(0, "F"))
 _IMPOSSIBLE: dict[str, tuple[Any, str]] = {
     "noise": (b"\xff" * 64, "message type 65535 does not exist"),
     "a message without a body": (bytes(encode(_HEARTBEAT))[:2] + bytes(8), "no Heartbeat"),
     "a wrong type": (bytes(encode(_HEARTBEAT)).replace(b"\xa4rank\x03", b"\xa4rank\xc3"), "Heartbeat"),
-    "what only the coordinator says": (m.Regroup(1, (0, 1, 2, 3)), "Regroup may not be sent here"),
-    "a second hello": (m.Hello(3, 1), "Hello may not be sent here"),
-    "a part of a message": (m.Facts(), "Facts may not be sent here"),
-    "another rank": (m.Leave(0), "it speaks for rank 0"),
-    "a crash of another rank": (m.Crash(2, False, "", None, ""), "it speaks for rank 2"),
-    "a future generation": (m.Reached(3, 7, m.Milestone.CONNECTED), "generation 7 has not begun"),
+    "what only the coordinator says": (messages.Regroup(1, (0, 1, 2, 3)), "Regroup may not be sent here"),
+    "a second hello": (messages.Hello(3, 1), "Hello may not be sent here"),
+    "a part of a message": (messages.Facts(), "Facts may not be sent here"),
+    "another rank": (messages.Leave(0), "it speaks for rank 0"),
+    "a crash of another rank": (messages.Crash(2, False, "", None, ""), "it speaks for rank 2"),
+    "a future generation": (messages.Reached(3, 7, messages.Milestone.CONNECTED), "generation 7 has not begun"),
 }
 
 
@@ -48,7 +48,7 @@ def say(member: Member, what: Any) -> None:
 
 
 @pytest.mark.parametrize("name", _IMPOSSIBLE)
-def test_a_message_that_no_worker_sends_costs_its_sender_and_nobody_else(plane: ControlPlane, name: str) -> None:
+def test_a_message_that_no_worker_sends_costs_its_sender_and_nobody_else(plane, name):
     what, why = _IMPOSSIBLE[name]
     members = plane.members()
     say(members[3], what)
@@ -60,31 +60,31 @@ def test_a_message_that_no_worker_sends_costs_its_sender_and_nobody_else(plane: 
     assert plane.coordinator.wait(0) is None
 
 
-def test_a_checkpoint_is_no_news_after_a_generation_that_began_while_it_was_read(plane: ControlPlane) -> None:
+def test_a_checkpoint_is_no_news_after_a_generation_that_began_while_it_was_read(plane):
     members = plane.members()
     for member in members:
-        say(member, m.Restored(member.client.rank, 6))
+        say(member, messages.Restored(member.client.rank, 6))
     assert wait_for(lambda: plane.coordinator._state.steps.version == 6, PATIENCE)
     assert not plane.events("failure")
 
 
-def test_a_loss_that_is_no_number_is_the_users_business(plane: ControlPlane) -> None:
+def test_a_loss_that_is_no_number_is_the_users_business(plane):
     members = plane.members()
     waiting = in_thread(members[0].client.await_loss, 0)
-    members[1].client.send(m.Losses(1, 0, {0: 1.0, 1: math.nan}))
+    members[1].client.send(messages.Losses(1, 0, {0: 1.0, 1: math.nan}))
     assert math.isnan(waiting.result(PATIENCE).loss)
     assert not plane.events("failure")
 
 
 @pytest.mark.parametrize("culprit", ["membership", "history"])
 def test_a_defect_of_the_coordinator_costs_the_worker_whose_message_shows_it_and_is_logged(
-    plane: ControlPlane, culprit: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    plane, culprit, monkeypatch, caplog
+):
     members = plane.members()
     original = coordinator_module.membership.transition
 
     def transition(state: Any, event: Any) -> Any:
-        if isinstance(event, m.MembershipQuery | m.Reached):
+        if isinstance(event, messages.MembershipQuery | messages.Reached):
             raise KeyError("a defect")
         return original(state, event)
 
@@ -93,7 +93,11 @@ def test_a_defect_of_the_coordinator_costs_the_worker_whose_message_shows_it_and
 
     monkeypatch.setattr(coordinator_module.membership, "transition", transition)
     monkeypatch.setattr(plane.coordinator._history, "fault_injected", fault_injected)
-    message = m.Reached(3, 0, m.Milestone.ENTERED) if culprit == "membership" else m.FaultInjected(3, "kill", "F", 1.0)
+    message = (
+        messages.Reached(3, 0, messages.Milestone.ENTERED)
+        if culprit == "membership"
+        else messages.FaultInjected(3, "kill", "F", 1.0)
+    )
     members[3].client.send(message)
     together(*(member.step for member in members[:3]))
     (failure,) = plane.events("failure")
@@ -107,12 +111,12 @@ def test_a_defect_of_the_coordinator_costs_the_worker_whose_message_shows_it_and
 
 
 @pytest.mark.parametrize("introduced", [False, True], ids=["before its hello", "as a spare"])
-def test_who_stops_in_the_middle_of_a_message_holds_up_nobody(introduced: bool) -> None:
+def test_who_stops_in_the_middle_of_a_message_holds_up_nobody(introduced):
     with ControlPlane(heartbeat=HeartbeatTimeouts(600.0)) as plane:
         slow = plane.connection()
         if introduced:
-            slow.send(m.Hello(None, 1))
-        half = bytes(encode(m.Heartbeat(-1, -1, _HEARTBEAT.activity) if introduced else m.Hello(None, 1)))
+            slow.send(messages.Hello(None, 1))
+        half = bytes(encode(messages.Heartbeat(-1, -1, _HEARTBEAT.activity) if introduced else messages.Hello(None, 1)))
         slow.send_bytes(half[:-3])
         time.sleep(0.3)  # so that it has been read, or is being read
         members = plane.members()
@@ -121,13 +125,13 @@ def test_who_stops_in_the_middle_of_a_message_holds_up_nobody(introduced: bool) 
 
 def await_generation(connection: Any) -> None:
     """Takes messages until the first generation begins; until then they are signs of life."""
-    while not isinstance(connection.receive(), m.Regroup):
+    while not isinstance(connection.receive(), messages.Regroup):
         pass
 
 
-def test_a_message_that_comes_in_pieces_arrives(plane: ControlPlane) -> None:
+def test_a_message_that_comes_in_pieces_arrives(plane):
     connection = plane.connection()
-    for byte in bytes(encode(m.Hello(3, 1))):
+    for byte in bytes(encode(messages.Hello(3, 1))):
         connection.send_bytes(bytes([byte]))
         time.sleep(0.001)
     members = [in_thread(Member(plane.client(rank), 2).join) for rank in range(3)]
@@ -135,23 +139,23 @@ def test_a_message_that_comes_in_pieces_arrives(plane: ControlPlane) -> None:
     assert len(members) == 3
 
 
-def test_who_takes_no_messages_is_lost_after_the_timeout_and_holds_up_nobody() -> None:
+def test_who_takes_no_messages_is_lost_after_the_timeout_and_holds_up_nobody():
     with ControlPlane(heartbeat=HeartbeatTimeouts(8.0)) as plane:
         deaf = plane.connection()
-        deaf.send(m.Hello(3, os.getpid()))
+        deaf.send(messages.Hello(3, os.getpid()))
         joining = [in_thread(Member(plane.client(rank), 2).join) for rank in range(3)]
         await_generation(deaf)  # from now on it takes nothing
-        deaf.send(m.Report(3, 0, WorkerStatus(1, 0, False)))
+        deaf.send(messages.Report(3, 0, WorkerStatus(1, 0, False)))
         members = [found.result(PATIENCE) for found in joining]
         stop = threading.Event()
 
         def live() -> None:
             while not stop.wait(0.2):
-                deaf.send(m.Heartbeat(3, 0, m.Activity(0, "F")))
+                deaf.send(messages.Heartbeat(3, 0, messages.Activity(0, "F")))
 
         beating = in_thread(live)
         large = os.urandom(20_000_000)
-        deaf.send(m.Arrive(3, 0, "state", None))
+        deaf.send(messages.Arrive(3, 0, "state", None))
         parts = together(*(lambda w=w: w.client.arrive("state", (w.client.rank, large)) for w in members))
         assert [sorted(part) for part in parts] == [[0, 1, 2, 3]] * 3, "it was there when all arrived"
         plane.until(lambda: plane.events("failure"))
@@ -162,10 +166,13 @@ def test_who_takes_no_messages_is_lost_after_the_timeout_and_holds_up_nobody() -
         assert isinstance(beating.exception(PATIENCE), OSError | None)
 
 
-def test_what_a_slow_reader_has_not_taken_arrives_later_in_order() -> None:
+def test_what_a_slow_reader_has_not_taken_arrives_later_in_order():
     ours, theirs = socket.socketpair()
-    sender, reader = NonBlockingConnection(ours, FrameBuffer(())), MessageConnection(theirs, FrameBuffer((m.Publish,)))
-    sent = [m.Publish(0, number, "key", os.urandom(300_000)) for number in range(5)]
+    sender, reader = (
+        NonBlockingConnection(ours, FrameBuffer(())),
+        MessageConnection(theirs, FrameBuffer((messages.Publish,))),
+    )
+    sent = [messages.Publish(0, number, "key", os.urandom(300_000)) for number in range(5)]
     for message in sent:
         sender.send(message)
     assert sender.unsent_since is not None
@@ -177,51 +184,51 @@ def test_what_a_slow_reader_has_not_taken_arrives_later_in_order() -> None:
     reader.close()
 
 
-def test_a_coordinator_that_says_nothing_is_given_up_and_one_that_shows_life_is_not() -> None:
+def test_a_coordinator_that_says_nothing_is_given_up_and_one_that_shows_life_is_not():
     ours, theirs = socket.socketpair()
     coordinator = NonBlockingConnection(ours, FrameBuffer(()))
-    worker = MessageConnection(theirs, FrameBuffer(m.TO_WORKERS), quiet=1.0)
+    worker = MessageConnection(theirs, FrameBuffer(messages.TO_WORKERS), quiet=1.0)
     for _ in range(6):
         time.sleep(0.25)
-        coordinator.send(m.Alive())
-        assert worker.receive() == m.Alive()
+        coordinator.send(messages.Alive())
+        assert worker.receive() == messages.Alive()
     with pytest.raises(TimeoutError, match="was silent for 1 s"):
         worker.receive()
     worker.close()
     coordinator.close()
 
 
-def test_the_coordinator_shows_life_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_coordinator_shows_life_to_all(monkeypatch):
     monkeypatch.setattr(coordinator_module, "SIGN_SECONDS", 0.2)
     with ControlPlane() as plane:
         plane.coordinator._next_sign = 0.0
         for rank in (3, None):  # a member and a spare
             connection = plane.connection()
-            connection.send(m.Hello(rank, os.getpid()))
-            while connection.receive() != m.Alive():
+            connection.send(messages.Hello(rank, os.getpid()))
+            while connection.receive() != messages.Alive():
                 pass
 
 
-def test_a_worker_hears_at_once_for_how_long_the_coordinator_may_be_silent() -> None:
+def test_a_worker_hears_at_once_for_how_long_the_coordinator_may_be_silent():
     with ControlPlane(
         heartbeat=HeartbeatTimeouts(coordinator_timeout=1000.0)
     ) as plane:  # the next sign of life comes in 10 s
-        plane.connection().send(m.Hello(0, os.getpid()))
+        plane.connection().send(messages.Hello(0, os.getpid()))
         time.sleep(0.5)
         connection = plane.connection()
-        connection.send(m.Hello(3, os.getpid()))
+        connection.send(messages.Hello(3, os.getpid()))
         asked = time.monotonic()
-        assert connection.receive() == m.Alive(1000.0)
+        assert connection.receive() == messages.Alive(1000.0)
         assert time.monotonic() - asked < 5.0
 
 
-def test_an_announced_length_costs_no_memory() -> None:
-    inbox = FrameBuffer((m.Arrive,))
-    inbox.feed(bytes(encode(m.Arrive(0, 0, "", None)))[:2] + (1 << 39).to_bytes(8, "big") + b"x" * 100)
+def test_an_announced_length_costs_no_memory():
+    inbox = FrameBuffer((messages.Arrive,))
+    inbox.feed(bytes(encode(messages.Arrive(0, 0, "", None)))[:2] + (1 << 39).to_bytes(8, "big") + b"x" * 100)
     assert inbox.take() is None
     assert len(inbox._buffer) == 100
-    inbox = FrameBuffer((m.Hello,))
-    inbox.feed(bytes(encode(m.Arrive(0, 0, "", None)))[:2] + (1 << 39).to_bytes(8, "big"))
+    inbox = FrameBuffer((messages.Hello,))
+    inbox.feed(bytes(encode(messages.Arrive(0, 0, "", None)))[:2] + (1 << 39).to_bytes(8, "big"))
     with pytest.raises(BadMessageError, match="Arrive may not be sent here"):
         inbox.take()
 
@@ -264,13 +271,9 @@ _PEACEFUL = ("resumed", "regrouped", "step")
 def seeded(examples: int) -> settings:
     """So many examples, the same each time; a failure is not made smaller, as that would take as long again."""
     return settings(
-        max_examples=examples,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        phases=[Phase.generate],
+        max_examples=examples, deadline=None, derandomize=True, database=None, phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
-    )
+    )  # fmt: skip
 
 
 def attack(plane: ControlPlane, examples: int) -> None:
@@ -292,11 +295,11 @@ def attack(plane: ControlPlane, examples: int) -> None:
     siege.end()
 
 
-def test_the_run_goes_on_whatever_strangers_say_to_its_port(plane: ControlPlane) -> None:
+def test_the_run_goes_on_whatever_strangers_say_to_its_port(plane):
     attack(plane, 200)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
-def test_the_run_goes_on_after_10_000_hostile_inputs(plane: ControlPlane) -> None:
+def test_the_run_goes_on_after_10_000_hostile_inputs(plane):
     attack(plane, 10_000)

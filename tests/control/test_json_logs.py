@@ -3,14 +3,10 @@
 import json
 import os
 import socket
-import subprocess
 import sys
-from typing import Any
 
 import pytest
-from control_plane import ControlPlane
-from support.scripts import COORDINATOR
-from support.waiting import PATIENCE
+from support.scripts import COORDINATOR, completed
 
 SCRIPT = """
 import logging, sys
@@ -34,12 +30,12 @@ warnings.warn("careful")
 def logged(before: str = "", **environment: str) -> list[str]:
     env = {**os.environ, "RECYCLE_NODE": "n17", **environment}
     command = [sys.executable, "-c", SCRIPT.format(before=before)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    done = completed(command, env=env, check=True)
     return (done.stdout + done.stderr).splitlines()
 
 
 @pytest.mark.parametrize("before", ["", "logging.basicConfig(level=logging.INFO)"])
-def test_lines_are_json_and_say_who_and_when(before: str) -> None:
+def test_lines_are_json_and_say_who_and_when(before):
     lines = [json.loads(line) for line in logged(before, RECYCLE_LOG="json")]
     assert [line["message"] for line in lines[:3]] == ['a "text" of 2\nlines', "it failed", "hello"]
     assert [line["level"] for line in lines] == ["INFO", "ERROR", "WARNING", "WARNING"]
@@ -52,27 +48,27 @@ def test_lines_are_json_and_say_who_and_when(before: str) -> None:
     assert "exception" not in lines[0]
 
 
-def test_by_default_logs_are_text() -> None:
+def test_by_default_logs_are_text():
     assert "hello" in logged()
 
 
-def test_a_file_of_the_user_s_own_stays_as_it_is(tmp_path: Any) -> None:
+def test_a_file_of_the_user_s_own_stays_as_it_is(tmp_path):
     path = tmp_path / "log"
     logged(f"logging.getLogger().addHandler(logging.FileHandler({str(path)!r}))", RECYCLE_LOG="json")
     assert "hello\n" in path.read_text()
 
 
-def test_another_format_is_an_error_that_names_the_choices() -> None:
+def test_another_format_is_an_error_that_names_the_choices():
     environment = {**os.environ, "RECYCLE_LOG": "xml"}
     command = [*COORDINATOR, "--listen", "127.0.0.1:0"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    done = completed(command, env=environment)
     assert (done.returncode, done.stderr) == (
         2,
         "recycle-coordinator: RECYCLE_LOG='xml': use json for lines of JSON, or text, the default.\n",
     )
 
 
-def test_events_keep_their_logger_and_have_their_fields(plane: ControlPlane, caplog: pytest.LogCaptureFixture) -> None:
+def test_events_keep_their_logger_and_have_their_fields(plane, caplog):
     from lightning_recycle.control.monitoring.logs import JsonFormatter
 
     with caplog.at_level("INFO", "lightning_recycle.events"):
@@ -86,7 +82,7 @@ def test_events_keep_their_logger_and_have_their_fields(plane: ControlPlane, cap
     assert lines[0]["host"] == (os.environ.get("RECYCLE_NODE") or socket.gethostname())
 
 
-def test_a_loss_that_is_no_number_is_json_too(plane: ControlPlane, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loss_that_is_no_number_is_json_too(plane, caplog):
     """It was written as NaN, which no other reader of JSON takes."""
     with caplog.at_level("DEBUG", "lightning_recycle.events"):
         plane.coordinator._history.add("step", plane.coordinator._state, details={"loss": float("nan")})

@@ -8,7 +8,6 @@ import pytest
 from support.waiting import wait_for
 
 from lightning_recycle.control.plans.layout_choice import Rebalance
-from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.control.protocol.messages import Applied, LayerFacts, Measured
 from lightning_recycle.control.protocol.state import LayoutReady
@@ -24,7 +23,7 @@ OpenPlans = Callable[[Rebalance, int | str], RunPlans]
 
 
 @pytest.fixture
-def open_plans(open_planner: Callable[..., PlanProvider], monkeypatch: pytest.MonkeyPatch) -> OpenPlans:
+def open_plans(open_planner, monkeypatch) -> OpenPlans:
     """Begins a run that moves layers, with a limit of memory."""
     monkeypatch.setattr(PlanningProcess, "ask", lambda _, question, *__, **___: question())
 
@@ -38,19 +37,13 @@ def open_plans(open_planner: Callable[..., PlanProvider], monkeypatch: pytest.Mo
     return begin
 
 
-@pytest.mark.parametrize(
-    ("seconds", "state", "fixed", "reason"),
-    [
-        ((1.0,) * 2, 0, "", "2 layers on as many stages: there is one cut only"),
-        ((1.0, 1e-4, 1e-4, 1e-4), 0, "", "no cut is faster: at least"),
-        ((1.0,) * 8, 500, "", "no faster cut leaves room for one micro-batch on a worker of every stage"),
-        ((1.0,) * 8, 0, "layer 3 cannot be pickled (TypeError: a lambda)", "layers do not move: layer 3 cannot be"),
-    ],
-    ids=["as many layers as stages", "one huge layer", "memory", "unpicklable"],
-)
-def test_re_routing_goes_on(
-    open_plans: OpenPlans, seconds: tuple[float, ...], state: int, fixed: str, reason: str
-) -> None:
+@pytest.mark.parametrize(("seconds", "state", "fixed", "reason"), [
+    ((1.0,) * 2, 0, "", "2 layers on as many stages: there is one cut only"),
+    ((1.0, 1e-4, 1e-4, 1e-4), 0, "", "no cut is faster: at least"),
+    ((1.0,) * 8, 500, "", "no faster cut leaves room for one micro-batch on a worker of every stage"),
+    ((1.0,) * 8, 0, "layer 3 cannot be pickled (TypeError: a lambda)", "layers do not move: layer 3 cannot be"),
+], ids=["as many layers as stages", "one huge layer", "memory", "unpicklable"])  # fmt: skip
+def test_re_routing_goes_on(open_plans, seconds, state, fixed, reason):
     plans = open_plans("auto", 5_500)
     half = len(seconds) // 2
     cuts = (0, half, len(seconds))
@@ -68,8 +61,7 @@ def test_re_routing_goes_on(
             took = sum(seconds[begin:end])
             plans.applied(Worker(0, stage), Applied(stage, 0, {"F": took, "BW": 2 * took}, {}), is_stage_leader=True)
         plans.stepped(1.0)
-    schedule = plans.begin_generation(DEAD, (), 10)
-    validate(schedule)
+    validate(plans.begin_generation(DEAD, (), 10))
     lines: list[str] = []
 
     def told() -> bool:
@@ -85,9 +77,19 @@ def test_re_routing_goes_on(
     assert any(line.startswith("reroute") for line in lines)
 
 
-def test_a_defect_of_the_search_is_logged_with_its_traceback_and_re_routing_goes_on(
-    open_plans: OpenPlans, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def measure(plans: RunPlans) -> None:
+    """Ten steps of two stages with eight equal layers each."""
+    sizes = (10**6,) * 8
+    for stage in range(2):
+        facts = LayerFacts((0, 8, 16), 8 * stage, (1.0,) * 8, sizes, sizes, sizes, (True,) * 8)
+        plans.take(Worker(0, stage), Measured(stage, layers=facts))
+    for _ in range(10):
+        for stage in range(2):
+            plans.applied(Worker(0, stage), Applied(stage, 0, {"F": 0.08, "BW": 0.16}, {}), is_stage_leader=True)
+        plans.stepped(1.0)
+
+
+def test_a_defect_of_the_search_is_logged_with_its_traceback_and_re_routing_goes_on(open_plans, monkeypatch, caplog):
     def ask(_: PlanningProcess, question: Question, *__: object, **___: object) -> Any:
         if getattr(question, "func", None) is plan_layout:
             raise UnexpectedError("TypeError: bad", "Traceback: line 1")
@@ -95,14 +97,7 @@ def test_a_defect_of_the_search_is_logged_with_its_traceback_and_re_routing_goes
 
     plans = open_plans("always", "16 micro-batches")
     monkeypatch.setattr(PlanningProcess, "ask", ask)
-    sizes = (10**6,) * 8
-    for stage in range(2):
-        facts = LayerFacts((0, 8, 16), 8 * stage, (1.0,) * 8, sizes, sizes, sizes, (True,) * 8)
-        plans.take(Worker(0, stage), Measured(stage, layers=facts))
-    for _ in range(10):
-        for stage in range(2):
-            plans.applied(Worker(0, stage), Applied(stage, 0, {"F": 0.08, "BW": 0.16}, {}), is_stage_leader=True)
-        plans.stepped(1.0)
+    measure(plans)
     assert plans.begin_generation(DEAD, (), 10).failed == DEAD
     assert wait_for(lambda: "defect of lightning_recycle" in caplog.text, 60)
     assert "TypeError: bad" in caplog.text
@@ -110,16 +105,9 @@ def test_a_defect_of_the_search_is_logged_with_its_traceback_and_re_routing_goes
 
 
 @pytest.mark.parametrize("dead", [Worker(0, 0), Worker(2, 1)])
-def test_layers_move_away_from_the_stage_that_has_lost_a_worker(open_plans: OpenPlans, dead: Worker) -> None:
+def test_layers_move_away_from_the_stage_that_has_lost_a_worker(open_plans, dead):
     plans = open_plans("always", "16 micro-batches")
-    sizes = (10**6,) * 8
-    for stage in range(2):
-        facts = LayerFacts((0, 8, 16), 8 * stage, (1.0,) * 8, sizes, sizes, sizes, (True,) * 8)
-        plans.take(Worker(0, stage), Measured(stage, layers=facts))
-    for _ in range(10):
-        for stage in range(2):
-            plans.applied(Worker(0, stage), Applied(stage, 0, {"F": 0.08, "BW": 0.16}, {}), is_stage_leader=True)
-        plans.stepped(1.0)
+    measure(plans)
     plans.begin_generation(frozenset({dead}), (), 10)
     found: list[LayoutReady] = []
     assert wait_for(lambda: found.extend(e for e in plans.better() if isinstance(e, LayoutReady)) or found, 60)
@@ -127,8 +115,5 @@ def test_layers_move_away_from_the_stage_that_has_lost_a_worker(open_plans: Open
     assert [end - begin for begin, end in pairwise(ready.cuts)][dead.stage] < 8
     assert GRID.rank(dead) not in ready.roster
     chosen = plans._layouts.choice_of(ready.cuts)
-    assert chosen is not None
-    assert chosen.judgement is not None
-    assert chosen.judgement.schedule is not None
     assert chosen.judgement.schedule.failed == {dead}
     validate(chosen.judgement.schedule)

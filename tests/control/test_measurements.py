@@ -2,13 +2,11 @@
 
 import math
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from lightning_recycle.control.plans.assumptions import StageLevels
-from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.control.protocol.messages import Applied
 from lightning_recycle.control.protocol.state import LayoutReady
@@ -26,7 +24,7 @@ def seconds(rng: random.Random, noise: float, usual: float = 0.01) -> dict[str, 
 
 
 @pytest.mark.parametrize("noise", [0.02, 0.2, 1.0])
-def test_equal_stages_differ_by_less_than_what_is_doubted(noise: float) -> None:
+def test_equal_stages_differ_by_less_than_what_is_doubted(noise):
     rng, seemed = random.Random(1), []
     for _ in range(200):
         levels = StageLevels()
@@ -39,7 +37,7 @@ def test_equal_stages_differ_by_less_than_what_is_doubted(noise: float) -> None:
     assert noise < 0.2 or max(seemed) > 0.05, "without the doubt layers would move"
 
 
-def test_unequal_stages_are_told_apart() -> None:
+def test_unequal_stages_are_told_apart():
     rng, levels = random.Random(1), StageLevels()
     for stage in range(2):
         for _ in range(STEPS * GRID.pipelines):
@@ -48,7 +46,7 @@ def test_unequal_stages_are_told_apart() -> None:
     assert levels.doubt(2) < 0.1
 
 
-def test_a_stage_that_has_not_been_measured_is_doubted() -> None:
+def test_a_stage_that_has_not_been_measured_is_doubted():
     levels = StageLevels()
     for _ in range(STEPS):
         levels.observe(0, {"F": 1.0, "B": 1.0, "W": 1.0})
@@ -61,7 +59,7 @@ def test_a_stage_that_has_not_been_measured_is_doubted() -> None:
 
 
 @pytest.fixture
-def plans(open_planner: Callable[..., PlanProvider]) -> RunPlans:
+def plans(open_planner) -> RunPlans:
     planner = open_planner(GRID)
     planner.prepare()
     return RunPlans(GRID, planner, None, lambda profile: None, lambda: None, "auto")
@@ -104,7 +102,7 @@ def run(plans: RunPlans, noise: float, steps: int, rng: random.Random) -> list[L
     return wanted
 
 
-def test_layers_stay_as_long_as_noise_explains_the_gain(plans: RunPlans, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_stay_as_long_as_noise_explains_the_gain(plans, monkeypatch):
     plans.begin_generation(frozenset(), (), 0)
     found, rng = FoundLayouts(plans, monkeypatch), random.Random(1)
     assert run(plans, 0.5, 2 * STEPS, rng) == []
@@ -115,9 +113,7 @@ def test_layers_stay_as_long_as_noise_explains_the_gain(plans: RunPlans, monkeyp
     assert wanted.cuts == (0, 4, 6)
 
 
-def test_layers_move_at_once_where_they_are_known_or_somebody_is_lost(
-    plans: RunPlans, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_move_at_once_where_they_are_known_or_somebody_is_lost(plans, monkeypatch):
     plans.begin_generation(frozenset(), (), 0)
     FoundLayouts(plans, monkeypatch)
     rng = random.Random(1)

@@ -3,23 +3,8 @@
 import math
 import re
 
+import membership_feed as mf
 import pytest
-from membership_feed import (
-    ALL,
-    GRID,
-    all_losses,
-    applied,
-    commits,
-    dummy,
-    feed,
-    given,
-    messages,
-    records,
-    report,
-    reports,
-    running,
-    running_without_3,
-)
 
 from lightning_recycle.control.journal import journal_entry, revived_state
 from lightning_recycle.control.protocol import messages as m
@@ -36,46 +21,46 @@ from lightning_recycle.planning.grid import Grid
 @pytest.mark.parametrize(
     "stale",
     [
-        report(0, 0), m.Commit(0, 0, 0, None), m.Broken(0, 0, "reset"), s.GraceElapsed(0, "reset"), report(3, 1),
+        mf.report(0, 0), m.Commit(0, 0, 0, None), m.Broken(0, 0, "reset"), s.GraceElapsed(0, "reset"), mf.report(3, 1),
         m.Commit(3, 1, 0, None), m.Applied(3, 0, {}), m.Losses(3, 0, {0: 1.0}), m.Arrive(3, 0, "barrier", None),
-        m.Broken(3, 1, "reset"), dummy(m.Crash, rank=3), s.Joined(3), s.Lost(3, "again"),
-        s.StartDue(frozenset(ALL), least=1),
+        m.Broken(3, 1, "reset"), mf.dummy(m.Crash, rank=3), s.Joined(3), s.Lost(3, "again"),
+        s.StartDue(frozenset(mf.ALL), least=1),
     ],
     ids=repr,
 )  # fmt: skip
-def test_what_is_over_or_of_a_lost_worker_changes_nothing(stale: s.MembershipEvent) -> None:
-    state = running_without_3()
+def test_what_is_over_or_of_a_lost_worker_changes_nothing(stale):
+    state = mf.running_without_3()
     assert transition(state, stale) == (state, ())
 
 
 @pytest.mark.parametrize(
     "again",
     [
-        report(0, 0), s.Joined(0), m.Applied(0, 0, {}), m.Applied(0, 1, {}), m.Losses(1, 0, {0: 0.5}),
+        mf.report(0, 0), s.Joined(0), m.Applied(0, 0, {}), m.Applied(0, 1, {}), m.Losses(1, 0, {0: 0.5}),
         m.Losses(1, 1, {0: 0.5}), m.Commit(0, 0, 0, "payload of 0"), m.Commit(0, 0, 1, "payload of 0"),
         m.Arrive(0, 0, "first", None), m.Arrive(0, 1, "second", None),
     ],
     ids=repr,
 )  # fmt: skip
-def test_messages_that_arrive_a_second_time_change_nothing(again: s.MembershipEvent) -> None:
-    state = running()
+def test_messages_that_arrive_a_second_time_change_nothing(again):
+    state = mf.running()
     for step, name in enumerate(("first", "second")):
-        events = [all_losses(step), *commits(ALL, 0, step), *applied(ALL, step)]
-        state, _ = feed(state, *events, *(m.Arrive(rank, step, name, None) for rank in ALL))
+        events = [mf.all_losses(step), *mf.commits(mf.ALL, 0, step), *mf.applied(mf.ALL, step)]
+        state, _ = mf.feed(state, *events, *(m.Arrive(rank, step, name, None) for rank in mf.ALL))
     assert transition(state, again) == (state, ())
 
 
 # ---------------------------------------------------------------------- the commit
 
 
-def test_commits_of_different_steps_end_the_run_instead_of_mixing_versions() -> None:
-    _, commands = feed(running(), *commits((0, 1, 2), 0, 0), *commits((3,), 0, 1))
+def test_commits_of_different_steps_end_the_run_instead_of_mixing_versions():
+    _, commands = mf.feed(mf.running(), *mf.commits((0, 1, 2), 0, 0), *mf.commits((3,), 0, 1))
     (failed,) = commands
     assert isinstance(failed, s.Failed)
     assert "[0, 1]" in failed.reason
 
 
-def test_a_stage_that_still_speculates_learns_with_the_resumption_what_another_one_knows_of_the_commit() -> None:
+def test_a_stage_that_still_speculates_learns_with_the_resumption_what_another_one_knows_of_the_commit():
     """Those that have heard the answer would not commit the step again, which others do again."""
     norms = {0: "norm of 0", 1: "norm of 1", 2: "norm of 2"}
 
@@ -83,12 +68,12 @@ def test_a_stage_that_still_speculates_learns_with_the_resumption_what_another_o
         status = m.WorkerStatus(rank % 3, version, commits and not speculative, speculative)
         return m.Report(rank, generation, status, norms[rank % 3] if commits else None)
 
-    scene = given(s.initial_state(Grid(2, 3, 1)), *map(s.Joined, range(6)), *(at(rank, 0, 0) for rank in range(6)))
+    scene = mf.given(s.initial_state(Grid(2, 3, 1)), *map(s.Joined, range(6)), *(at(rank, 0, 0) for rank in range(6)))
     scene.when(m.Losses(2, 0, {0: 0.5, 1: 0.5}), s.Lost(5, "gone"))
     scene.when(at(0, 1, 0, True), at(1, 1, 1, True, True), at(2, 1, 0, True), at(3, 1, 0), at(4, 1, 1, True, True))
     scene.when(s.Lost(0, "gone before it gave its gradient to 3"), at(3, 2, 0), at(2, 2, 1))
     scene.when(at(1, 2, 1, True, True), at(4, 2, 1, True, True))  # which have not heard what 2 has
-    (resume,) = messages(scene.commands, m.Resume)
+    (resume,) = mf.messages(scene.commands, m.Resume)
     assert (resume.decision.version, resume.decision.ahead) == (0, {1, 2})
     assert (resume.commits, resume.confirmed) == (norms, True)
     speculative = m.WorkerStatus(1, 1, False, speculative=True)
@@ -109,172 +94,159 @@ def holds(rank: int, everywhere: dict[str, float], stage: dict[str, float], step
     return m.Applied(rank, step, {}, facts=m.Facts(everywhere, stage))
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "named"),
-    [
-        pytest.param(holds(0, {}, {"lr": 0.1}), holds(2, {}, {"lr": 0.2}), ["lr", "0.1", "0.2", "(0, 0)"], id="peers"),
-        pytest.param(holds(0, {}, {"lr": 0.1}), holds(1, {}, {"lr": 0.2}), [], id="options-of-another-stage"),
-        pytest.param(holds(0, {"epoch": 1}, {}), holds(1, {"epoch": 2}, {}), ["epoch", "(0, 1)"], id="counters"),
-        pytest.param(holds(0, {}, {"lr": 0.1}), holds(2, {}, {"lr": 0.2}, 1), [], id="another-step"),
-        pytest.param(holds(0, {}, {"digest": 7}), holds(2, {}, {"lr": 0.1}), [], id="told-by-one-only"),
-        pytest.param(holds(0, {}, {"digest": 2**60}), holds(2, {}, {"digest": 2**60 + 1}), ["digest"], id="digests"),
-        pytest.param(holds(0, {}, {"lr": 0.1}), holds(2, {}, {"lr": 0.1 + 1e-17}), [], id="rounded"),
-        pytest.param(holds(0, {}, {"lr": math.nan}), holds(2, {}, {"lr": math.nan}), [], id="nan"),
-    ],
-)
-def test_workers_that_hold_different_values_after_a_step_end_the_run_and_are_named(
-    first: m.Applied, second: m.Applied, named: list[str]
-) -> None:
-    state, _ = feed(running(), first, second)
+@pytest.mark.parametrize(("first", "second", "named"), [
+    pytest.param(holds(0, {}, {"lr": 0.1}), holds(2, {}, {"lr": 0.2}), ["lr", "0.1", "0.2", "(0, 0)"], id="peers"),
+    pytest.param(holds(0, {}, {"lr": 0.1}), holds(1, {}, {"lr": 0.2}), [], id="options-of-another-stage"),
+    pytest.param(holds(0, {"epoch": 1}, {}), holds(1, {"epoch": 2}, {}), ["epoch", "(0, 1)"], id="counters"),
+    pytest.param(holds(0, {}, {"lr": 0.1}), holds(2, {}, {"lr": 0.2}, 1), [], id="another-step"),
+    pytest.param(holds(0, {}, {"digest": 7}), holds(2, {}, {"lr": 0.1}), [], id="told-by-one-only"),
+    pytest.param(holds(0, {}, {"digest": 2**60}), holds(2, {}, {"digest": 2**60 + 1}), ["digest"], id="digests"),
+    pytest.param(holds(0, {}, {"lr": 0.1}), holds(2, {}, {"lr": 0.1 + 1e-17}), [], id="rounded"),
+    pytest.param(holds(0, {}, {"lr": math.nan}), holds(2, {}, {"lr": math.nan}), [], id="nan"),
+])  # fmt: skip
+def test_workers_that_hold_different_values_after_a_step_end_the_run_and_are_named(first, second, named):
+    state, _ = mf.feed(mf.running(), first, second)
     assert isinstance(state.outcome, s.Failed) == bool(named)
     assert all(word in str(state.outcome) for word in named)
 
 
-@pytest.mark.parametrize(
-    ("newcomers", "rates", "wrong"),
-    [
-        pytest.param({2: 0}, (1, 1, 2, 1), {2}, id="one-against-one"),
-        pytest.param({2: 0, 3: 0}, (1, 1, 2, 2), {2, 3}, id="both-stages"),
-        pytest.param({0: 3, 1: 3, 2: 5, 3: 3}, (1, 1, 2, 1), {2}, id="nobody-was-there-from-the-beginning"),
-        pytest.param({2: 5, 0: 3}, (1, 1, 2, 1), {2}, id="the-older-newcomer"),
-        pytest.param({0: 5}, (2, 1, 1, 1), {0}, id="the-first-rank"),
-        pytest.param({2: 0}, (2, 1, 1, 1), None, id="it-agrees-with-one-of-those-who-do-not"),
-        pytest.param({3: 0}, (1, 1, 2, 2), None, id="an-old-one-differs-too"),
-        pytest.param({2: 4, 0: 4}, (1, 1, 2, 1), {2}, id="another-stage-knows"),
-    ],
-)
-def test_the_oldest_are_right_and_newcomers_that_differ_are_dismissed(
-    newcomers: dict[int, int], rates: tuple[int, ...], wrong: set[int] | None
-) -> None:
-    state = running().with_roster(newcomers=newcomers)
-    state, commands = feed(state, *(holds(rank, {"rate": rates[rank]}, {"lr": rates[rank]}) for rank in ALL))
+@pytest.mark.parametrize(("newcomers", "rates", "wrong"), [
+    pytest.param({2: 0}, (1, 1, 2, 1), {2}, id="one-against-one"),
+    pytest.param({2: 0, 3: 0}, (1, 1, 2, 2), {2, 3}, id="both-stages"),
+    pytest.param({0: 3, 1: 3, 2: 5, 3: 3}, (1, 1, 2, 1), {2}, id="nobody-was-there-from-the-beginning"),
+    pytest.param({2: 5, 0: 3}, (1, 1, 2, 1), {2}, id="the-older-newcomer"),
+    pytest.param({0: 5}, (2, 1, 1, 1), {0}, id="the-first-rank"),
+    pytest.param({2: 0}, (2, 1, 1, 1), None, id="it-agrees-with-one-of-those-who-do-not"),
+    pytest.param({3: 0}, (1, 1, 2, 2), None, id="an-old-one-differs-too"),
+    pytest.param({2: 4, 0: 4}, (1, 1, 2, 1), {2}, id="another-stage-knows"),
+])  # fmt: skip
+def test_the_oldest_are_right_and_newcomers_that_differ_are_dismissed(newcomers, rates, wrong):
+    state = mf.running().with_roster(newcomers=newcomers)
+    state, commands = mf.feed(state, *(holds(rank, {"rate": rates[rank]}, {"lr": rates[rank]}) for rank in mf.ALL))
     assert isinstance(state.outcome, s.Failed) == (wrong is None)
-    assert {record.rank for record in records(commands, "dismissed")} == (wrong or set())
+    assert {record.rank for record in mf.records(commands, "dismissed")} == (wrong or set())
     assert {command.rank for command in commands if isinstance(command, s.Evict)} == (wrong or set())
-    for record in records(commands, "dismissed"):
+    for record in mf.records(commands, "dismissed"):
         assert re.search(r"rate is 1 on worker .* and 2 on", record.details["cause"])
 
 
-def test_a_newcomer_that_is_no_copy_is_dismissed_and_the_second_is_the_last_of_its_position() -> None:
-    state = running().with_roster(newcomers={3: 0})
-    state, commands = feed(state, m.Differs(2, 4, "its weights differ"))
+def test_a_newcomer_that_is_no_copy_is_dismissed_and_the_second_is_the_last_of_its_position():
+    state = mf.running().with_roster(newcomers={3: 0})
+    state, commands = mf.feed(state, m.Differs(2, 4, "its weights differ"))
     assert commands == [], "only newcomers have a donor"
     for stays_empty in (False, True):
-        state, commands = feed(state, m.Differs(3, 4, "its weights differ"))
+        state, commands = mf.feed(state, m.Differs(3, 4, "its weights differ"))
         details = {"cause": "its weights differ", "stays_empty": stays_empty}
         assert commands == [s.Record("dismissed", 4, 3, details), s.Evict(3, "its weights differ")]
-    state, _ = feed(state, s.Lost(3, "its weights differ"))
+    state, _ = mf.feed(state, s.Lost(3, "its weights differ"))
     assert state.vacant == ()
 
 
-def test_what_a_lost_worker_held_is_not_compared_and_no_step_is_remembered_for_long() -> None:
-    state, _ = feed(running(), holds(3, {}, {"lr": 0.1}), s.Lost(3, "gone"), *reports((0, 1, 2), 1))
-    state, _ = feed(
+def test_what_a_lost_worker_held_is_not_compared_and_no_step_is_remembered_for_long():
+    state, _ = mf.feed(mf.running(), holds(3, {}, {"lr": 0.1}), s.Lost(3, "gone"), *mf.reports((0, 1, 2), 1))
+    state, _ = mf.feed(
         state, *(holds(rank, {"epoch": step}, {"lr": 0.2}, step) for step in range(9) for rank in (0, 1, 2))
     )
     assert state.outcome is None
     assert (state.steps.version, state.steps.facts) == (9, {})
 
 
-def test_the_loss_is_the_mean_over_all_microbatches_and_is_told_to_all_once() -> None:
-    state, commands = feed(running(), m.Losses(1, 0, {0: 1.0, 2: 3.0}))
+def test_the_loss_is_the_mean_over_all_microbatches_and_is_told_to_all_once():
+    state, commands = mf.feed(mf.running(), m.Losses(1, 0, {0: 1.0, 2: 3.0}))
     assert commands == []
-    state, commands = feed(state, m.Losses(3, 0, {1: 2.0, 3: 6.0}))
-    assert commands == [s.Send(ALL, m.StepLoss(0, 3.0, saves=m.SaveStatus((0, 1), 0)))]
-    state, commands = feed(state, m.Losses(1, 0, {0: 1.0, 2: 3.0}), m.Losses(3, 0, {1: 2.0, 3: 6.0}))
+    state, commands = mf.feed(state, m.Losses(3, 0, {1: 2.0, 3: 6.0}))
+    assert commands == [s.Send(mf.ALL, m.StepLoss(0, 3.0, saves=m.SaveStatus((0, 1), 0)))]
+    state, commands = mf.feed(state, m.Losses(1, 0, {0: 1.0, 2: 3.0}), m.Losses(3, 0, {1: 2.0, 3: 6.0}))
     assert commands == []
 
 
 # ---------------------------------------------------------------------- control collectives
 
 
-def test_workers_that_disagree_about_the_next_collective_end_the_run_with_both_names() -> None:
-    state, commands = feed(running(), m.Arrive(0, 7, "barrier fit_end", None), m.Arrive(1, 7, "broadcast", None))
+def test_workers_that_disagree_about_the_next_collective_end_the_run_with_both_names():
+    state, commands = mf.feed(mf.running(), m.Arrive(0, 7, "barrier fit_end", None), m.Arrive(1, 7, "broadcast", None))
     (failed,) = commands
     assert isinstance(failed, s.Failed)
     assert state.outcome == failed
     assert "'barrier fit_end' and 'broadcast'" in failed.reason
 
 
-def test_an_answer_that_only_a_released_member_has_heard_is_given_anew_by_the_next_coordinator() -> None:
+def test_an_answer_that_only_a_released_member_has_heard_is_given_anew_by_the_next_coordinator():
     """As if it had been lost itself, like its sibling, which did not return."""
     grid, parts = Grid(2, 1, 1), {0: 5, 2: 7, 3: 8}  # ranks 0 and 1 are one position
     begun = s.initial_state(grid, members=2).with_generation(number=0)
     arrived = [m.Arrive(rank, 0, "barrier", part) for rank, part in parts.items()]
     heard = m.Answer(0, {**parts, 1: 6}, 0)
-    scene = given(
+    scene = mf.given(
         revived_state(grid, journal_entry(begun), members=2),
-        dummy(m.Returned, rank=0, generation=0, next_collective=1, answer=heard),
-        *(dummy(m.Returned, rank=one.rank, generation=0, arrival=one) for one in arrived[1:]),
+        mf.dummy(m.Returned, rank=0, generation=0, next_collective=1, answer=heard),
+        *(mf.dummy(m.Returned, rank=one.rank, generation=0, arrival=one) for one in arrived[1:]),
     )
     scene.when(s.Lost(1, "it did not return")).then(m.Answer(0, {2: 7, 3: 8}, 2, m.SaveStatus((2, 3), 0)), no=s.Resend)
-    assert [record.rank for record in records(scene.commands, "released")] == [0]
+    assert [record.rank for record in mf.records(scene.commands, "released")] == [0]
 
 
-def test_who_asks_to_stop_after_the_coordinator_was_started_again_has_heard_the_verdict_of_before() -> None:
+def test_who_asks_to_stop_after_the_coordinator_was_started_again_has_heard_the_verdict_of_before():
     """Nobody answers it when it asks: the round is over."""
     begun = s.initial_state(Grid(2, 1, 1)).with_generation(number=0)
     over = begun.with_collectives(stop_round=s.StopRound(6, is_over=True)).with_steps(after_step=m.AfterStep.END)
     revived = revived_state(Grid(2, 1, 1), journal_entry(over))
-    scene = given(revived, *(dummy(m.Returned, rank=rank, generation=0) for rank in (0, 1)))
+    scene = mf.given(revived, *(mf.dummy(m.Returned, rank=rank, generation=0) for rank in (0, 1)))
     scene.then(s.Resend((0, 1), m.StopVerdict(6, False)))
 
 
 def beat(rank: int, begun: int) -> m.Heartbeat:
-    return dummy(m.Heartbeat, rank=rank, begun=begun)
+    return mf.dummy(m.Heartbeat, rank=rank, begun=begun)
 
 
-def test_a_worker_that_has_begun_a_later_step_than_those_who_wait_for_it_ends_the_run() -> None:
+def test_a_worker_that_has_begun_a_later_step_than_those_who_wait_for_it_ends_the_run():
     waits = m.Arrive(1, 3, "self(x)", None, begun=4)
-    state, commands = feed(running(), waits, beat(2, 4), beat(1, 4))
+    state, commands = mf.feed(mf.running(), waits, beat(2, 4), beat(1, 4))
     assert commands == []  # it is in the same step and may still come
-    state, (failed,) = feed(state, beat(2, 5))
+    state, (failed,) = mf.feed(state, beat(2, 5))
     assert state.outcome == failed
     assert "(0, 1) waits for all others in 'self(x)', and worker (1, 0) does not come" in failed.reason
     assert "gone on to step 5" in failed.reason
     assert "is_global_zero" in failed.reason
 
 
-def test_nobody_is_missed_who_has_arrived_or_where_nobody_waits() -> None:
-    state, _ = feed(running(), m.Arrive(1, 3, "barrier", None, begun=4), m.Arrive(2, 3, "barrier", None, begun=4))
-    state, commands = feed(state, beat(2, 5), beat(1, 5))  # an answered one would be as old as this
+def test_nobody_is_missed_who_has_arrived_or_where_nobody_waits():
+    state, _ = mf.feed(mf.running(), m.Arrive(1, 3, "barrier", None, begun=4), m.Arrive(2, 3, "barrier", None, begun=4))
+    state, commands = mf.feed(state, beat(2, 5), beat(1, 5))  # an answered one would be as old as this
     assert commands == []
     assert state.outcome is None
-    assert feed(running(), beat(2, 9))[1] == []
+    assert mf.feed(mf.running(), beat(2, 9))[1] == []
 
 
 # ---------------------------------------------------------------------- the end
 
 
-def test_losing_the_last_replica_of_a_stage_ends_the_run_and_names_stage_and_causes() -> None:
-    state, commands = feed(running(), s.Lost(1, "killed by SIGKILL"), *reports((0, 2, 3), 1), s.Lost(0, "unrelated"))
-    state, commands = feed(state, s.Lost(3, "it was silent"))
+def test_losing_the_last_replica_of_a_stage_ends_the_run_and_names_stage_and_causes():
+    state, commands = mf.feed(
+        mf.running(), s.Lost(1, "killed by SIGKILL"), *mf.reports((0, 2, 3), 1), s.Lost(0, "unrelated")
+    )
+    state, commands = mf.feed(state, s.Lost(3, "it was silent"))
     assert commands[-1] == s.StageLost(1, {1: "killed by SIGKILL", 3: "it was silent"})
-    assert messages(commands, m.Regroup) == []
-    assert len(records(commands, "stage_lost")) == 1
+    assert mf.messages(commands, m.Regroup) == []
+    assert len(mf.records(commands, "stage_lost")) == 1
 
 
 # ---------------------------------------------------------------------- leaders
 
 
-@pytest.mark.parametrize(
-    ("live", "leader", "of_columns"),
-    [
-        ((0, 1, 2, 3), 1, {0: 0, 1: 1}),
-        ((0, 2, 3), 3, {0: 0, 1: 3}),
-        ((1, 2, 3), 1, {0: 2, 1: 1}),
-        ((2, 3), 3, {0: 2, 1: 3}),
-    ],
-)
-def test_the_leader_is_the_live_last_stage_worker_of_the_lowest_pipeline(
-    live: tuple[int, ...], leader: int, of_columns: dict[int, int]
-) -> None:
-    state = s.initial_state(GRID).with_roster(live=frozenset(live))
+@pytest.mark.parametrize(("live", "leader", "of_columns"), [
+    ((0, 1, 2, 3), 1, {0: 0, 1: 1}),
+    ((0, 2, 3), 3, {0: 0, 1: 3}),
+    ((1, 2, 3), 1, {0: 2, 1: 1}),
+    ((2, 3), 3, {0: 2, 1: 3}),
+])  # fmt: skip
+def test_the_leader_is_the_live_last_stage_worker_of_the_lowest_pipeline(live, leader, of_columns):
+    state = s.initial_state(mf.GRID).with_roster(live=frozenset(live))
     assert with_leader(state).roster.leader == leader
     assert state.positions.column_leaders(live) == of_columns
 
 
-def test_a_leader_that_was_chosen_as_nobody_was_known_to_have_a_state_gives_way_to_one_that_has() -> None:
+def test_a_leader_that_was_chosen_as_nobody_was_known_to_have_a_state_gives_way_to_one_that_has():
     """Worker 2 had got its state from 0, which is lost before that is known."""
 
     def at(rank: int, generation: int, version: int) -> m.Report:
@@ -282,10 +254,10 @@ def test_a_leader_that_was_chosen_as_nobody_was_known_to_have_a_state_gives_way_
 
     joining = s.Roster(frozenset({0, 1, 2}), leader=0, joining=frozenset({1, 2}), newcomers={1: 0, 2: 0})
     state = s.initial_state(Grid(3, 1, 1)).updated(roster=joining, has_resumed=True).with_generation(number=1)
-    scene = given(state, s.Lost(0, "gone")).then(m.Regroup(2, (1, 2), 1, False))
+    scene = mf.given(state, s.Lost(0, "gone")).then(m.Regroup(2, (1, 2), 1, False))
     scene.when(m.Reached(2, 1, m.Milestone.ENTERED), at(1, 2, -1), at(2, 2, 0)).then(
         m.Regroup(3, (1, 2), 2, False), no=m.Resume
     )
     scene.when(at(1, 3, -1), at(2, 3, 0))
-    (resume,) = messages(scene.commands, m.Resume)
+    (resume,) = mf.messages(scene.commands, m.Resume)
     assert resume.donors == {1: 2}

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 from control_plane import GRID, PATIENCE, ControlPlane, die, in_thread
@@ -28,7 +27,7 @@ LARGE = Problem(Grid(4, 4, 8), Costs.uniform(4), frozenset({Worker(1, 2)}))
 
 
 @pytest.fixture
-def gated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gated:
+def gated(tmp_path, monkeypatch) -> Gated:
     """The planner of runs that make all plans in need in another process, however small."""
     monkeypatch.setattr(plan_provider, "_APART_FROM", 0)
     return Gated(report=tmp_path / "began", gate=tmp_path / "gate", home=os.getpid())
@@ -42,7 +41,7 @@ def process() -> Iterator[PlanningProcess]:
 
 
 @pytest.fixture
-def plane(gated: Gated) -> Iterator[ControlPlane]:
+def plane(gated) -> Iterator[ControlPlane]:
     """A coordinator whose plans in need take as long as the test wants."""
     planner = PlanProvider(GRID, PlanningOptions(planner=gated))
     planner.prepare()
@@ -51,7 +50,7 @@ def plane(gated: Gated) -> Iterator[ControlPlane]:
         yield plane
 
 
-def test_while_a_plan_in_need_is_made_the_coordinator_serves(plane: ControlPlane, gated: Gated) -> None:
+def test_while_a_plan_in_need_is_made_the_coordinator_serves(plane, gated):
     members = plane.members()
     die(plane, members[3])
     assert wait_for(gated.report.exists, PATIENCE)
@@ -65,7 +64,7 @@ def test_while_a_plan_in_need_is_made_the_coordinator_serves(plane: ControlPlane
     plane.until(lambda: [event.details["plan"] for event in plane.events("resumed")] == ["ahead", "made"])
 
 
-def test_a_plan_for_those_who_were_there_a_moment_ago_is_given_up(gated: Gated) -> None:
+def test_a_plan_for_those_who_were_there_a_moment_ago_is_given_up(gated):
     grid = Grid(3, 2, 1)
     planner = PlanProvider(grid, PlanningOptions(planner=gated))
     planner.prepare()
@@ -84,7 +83,7 @@ def test_a_plan_for_those_who_were_there_a_moment_ago_is_given_up(gated: Gated) 
         plane.until(lambda: len(plane.events("resumed")) == 2)
 
 
-def test_if_the_planning_process_dies_the_plan_is_made_here(plane: ControlPlane, gated: Gated) -> None:
+def test_if_the_planning_process_dies_the_plan_is_made_here(plane, gated):
     members = plane.members()
     die(plane, members[3])
     assert wait_for(gated.report.exists, PATIENCE)
@@ -95,7 +94,7 @@ def test_if_the_planning_process_dies_the_plan_is_made_here(plane: ControlPlane,
     assert plane.coordinator.schedules[-1] == solve(plane.coordinator.schedules[-1].problem).schedule
 
 
-def test_a_run_that_ends_gives_up_the_plan_that_is_waited_for(plane: ControlPlane, gated: Gated) -> None:
+def test_a_run_that_ends_gives_up_the_plan_that_is_waited_for(plane, gated):
     members = plane.members()
     die(plane, members[3])
     assert wait_for(gated.report.exists, PATIENCE)
@@ -110,15 +109,13 @@ WANTED = threading.Event()  # never set: the question is wanted
 QUICK = partial(make_plan, LARGE, HeuristicPlanner())
 
 
-def test_a_plan_is_the_same_wherever_it_is_made(process: PlanningProcess) -> None:
+def test_a_plan_is_the_same_wherever_it_is_made(process):
     (here, _), (there, _) = QUICK(), process.ask(QUICK, WANTED)
     assert there.schedule == here.schedule
     assert replace(there, seconds=0.0) == replace(here, seconds=0.0)
 
 
-def test_the_process_imports_no_torch_and_yields_to_others_unless_a_plan_is_urgent(
-    process: PlanningProcess, tmp_path: Path
-) -> None:
+def test_the_process_imports_no_torch_and_yields_to_others_unless_a_plan_is_urgent(process, tmp_path):
     asks = Modules(report=tmp_path / "modules")
     process.ask(partial(make_plan, LARGE, asks), WANTED)
     priority, *modules = asks.report.read_text().split()
@@ -128,7 +125,7 @@ def test_the_process_imports_no_torch_and_yields_to_others_unless_a_plan_is_urge
     assert int(asks.report.read_text().split()[0]) == os.getpriority(os.PRIO_PROCESS, 0)
 
 
-def test_a_process_that_died_is_started_again(process: PlanningProcess, gated: Gated) -> None:
+def test_a_process_that_died_is_started_again(process, gated):
     lost = in_thread(process.ask, partial(make_plan, LARGE, gated), WANTED)
     assert wait_for(gated.report.exists, PATIENCE)
     first = int(gated.report.read_text())
@@ -139,38 +136,32 @@ def test_a_process_that_died_is_started_again(process: PlanningProcess, gated: G
     assert process.pid != first
 
 
-def test_a_signal_that_is_sent_to_all_processes_is_left_to_the_one_that_asks(process: PlanningProcess) -> None:
+def test_a_signal_that_is_sent_to_all_processes_is_left_to_the_one_that_asks(process):
     process.ask(QUICK, WANTED)
     first = process.pid
-    assert first is not None
     for number in (signal.SIGTERM, signal.SIGINT):
         os.kill(first, number)
     process.ask(QUICK, WANTED)
     assert process.pid == first
 
 
-def test_a_process_that_died_while_nothing_was_asked_is_started_again(process: PlanningProcess) -> None:
+def test_a_process_that_died_while_nothing_was_asked_is_started_again(process):
     process.ask(QUICK, WANTED)
     first = process.pid
-    assert first is not None
     os.kill(first, signal.SIGKILL)
     assert wait_for(lambda: not is_alive(first), PATIENCE)
     process.ask(QUICK, WANTED)
     assert process.pid != first
 
 
-def test_a_process_that_dies_each_time_is_not_started_for_ever(
-    process: PlanningProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_dies_each_time_is_not_started_for_ever(process, monkeypatch):
     monkeypatch.setattr(child_process, "_MOST_LOSSES", 2)
     for reason in ("exit code 3", "exit code 3", "it has ended 2 times"):
         with pytest.raises(ProcessLostError, match=reason):
             process.ask(partial(make_plan, LARGE, Exiting()), WANTED)
 
 
-def test_a_process_that_shows_no_life_is_given_up(
-    process: PlanningProcess, gated: Gated, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_shows_no_life_is_given_up(process, gated, monkeypatch):
     lost = in_thread(process.ask, partial(make_plan, LARGE, gated), WANTED)
     assert wait_for(gated.report.exists, PATIENCE)
     os.kill(int(gated.report.read_text()), signal.SIGSTOP)
@@ -180,15 +171,12 @@ def test_a_process_that_shows_no_life_is_given_up(
     assert wait_for(lambda: not is_alive(int(gated.report.read_text())), PATIENCE)
 
 
-def test_another_process_gets_a_question_that_a_stopped_one_does_not_even_read(
-    process: PlanningProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_process_gets_a_question_that_a_stopped_one_does_not_even_read(process, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(child_process, "SILENCE_SECONDS", 1.0)
         process._running()  # its connection waits no longer than that
     process.ask(QUICK, WANTED)
     first = process.pid
-    assert first is not None
     os.kill(first, signal.SIGSTOP)
     with pytest.raises(PlanningError, match="no licence"):
         process.ask(partial(make_plan, LARGE, Heavy()), WANTED)
@@ -196,7 +184,7 @@ def test_another_process_gets_a_question_that_a_stopped_one_does_not_even_read(
     assert not is_alive(first)
 
 
-def test_a_question_that_is_not_wanted_any_more_ends_its_process(process: PlanningProcess, gated: Gated) -> None:
+def test_a_question_that_is_not_wanted_any_more_ends_its_process(process, gated):
     interrupted = threading.Event()
     given_up = in_thread(process.ask, partial(make_plan, LARGE, gated), interrupted)
     assert wait_for(gated.report.exists, PATIENCE)
@@ -207,26 +195,26 @@ def test_a_question_that_is_not_wanted_any_more_ends_its_process(process: Planni
     assert process.ask(QUICK, WANTED)[0].schedule == solve(LARGE).schedule
 
 
-def test_a_question_that_cannot_be_sent_is_refused(process: PlanningProcess) -> None:
+def test_a_question_that_cannot_be_sent_is_refused(process):
     with pytest.raises(PlanningError, match="cannot be sent"):
         process.ask(partial(make_plan, LARGE, Unpicklable()), WANTED)
     own = type("OfThisProcess", (Failing,), {"__module__": "__main__"})
-    sys.modules["__main__"].OfThisProcess = own  # type: ignore[attr-defined]
+    sys.modules["__main__"].OfThisProcess = own
     with pytest.raises(PlanningError, match="cannot be read"):
         process.ask(partial(make_plan, LARGE, own()), WANTED)
-    del sys.modules["__main__"].OfThisProcess  # type: ignore[attr-defined]
+    del sys.modules["__main__"].OfThisProcess
     with pytest.raises(PlanningError, match="no licence"):
         process.ask(partial(make_plan, LARGE, Failing()), WANTED)
 
 
-def test_an_exception_of_a_defect_brings_its_traceback(process: PlanningProcess) -> None:
+def test_an_exception_of_a_defect_brings_its_traceback(process):
     with pytest.raises(UnexpectedError, match="TypeError: 'float' object is not iterable") as caught:
         process.ask(partial(max, 0.0), WANTED)
     assert "in _answer" in caught.value.trace
     assert pickle.loads(pickle.dumps(caught.value)).trace == caught.value.trace
 
 
-def test_it_ends_with_the_process_that_asks() -> None:
+def test_it_ends_with_the_process_that_asks():
     code = (
         "import threading, time\n"
         "from functools import partial\n"

@@ -12,28 +12,18 @@ from slow_planners import Endless, Failing, Unpicklable
 from support.planning_in_background import is_idle
 from support.waiting import wait_for
 
+from lightning_recycle import planning
 from lightning_recycle.control.plans.drift import DriftQuestion, Estimate
 from lightning_recycle.control.plans.plan_provider import PlanProvider, make_plan
 from lightning_recycle.control.plans.planning_queue import InThread, Job, PlanningQueue, Urgency
 from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.errors import ConfigurationError, PlanningError
-from lightning_recycle.planning import (
-    Costs,
-    Grid,
-    HeuristicPlanner,
-    Problem,
-    Schedule,
-    Worker,
-    child_process,
-    heuristic,
-    plan,
-)
 from lightning_recycle.planning.child_process import Cancelled, UnexpectedError, cancelled_by, check_cancelled
 from lightning_recycle.planning.planner import PlanningOptions
 
 PATIENCE = 30.0  # seconds
-PROBLEM = Problem(Grid(3, 2, 4), Costs.uniform(2))
-SLOW = Estimate(PROBLEM.costs, ((Worker(0, 0), 2.0),))
+PROBLEM = planning.Problem(planning.Grid(3, 2, 4), planning.Costs.uniform(2))
+SLOW = Estimate(PROBLEM.costs, ((planning.Worker(0, 0), 2.0),))
 
 
 @dataclass(frozen=True)
@@ -101,21 +91,22 @@ def found(planner: PlanningQueue, count: int) -> list[Any]:
     return answers
 
 
-def test_answers_are_published_wherever_they_were_found(planner: PlanningQueue) -> None:
+def test_answers_are_published_wherever_they_were_found(planner):
     woken = threading.Semaphore(0)
     planner.wake = woken.release
     planner.begin(
-        Urgency.AHEAD, publishing(planner, InThread(Value(1)), None, partial(make_plan, PROBLEM, HeuristicPlanner()))
+        Urgency.AHEAD,
+        publishing(planner, InThread(Value(1)), None, partial(make_plan, PROBLEM, planning.HeuristicPlanner())),
     )
     assert woken.acquire(timeout=PATIENCE)
     assert woken.acquire(timeout=PATIENCE)
     one, (made, _) = planner.take()
-    assert (one, made.schedule) == (1, heuristic(PROBLEM))
+    assert (one, made.schedule) == (1, planning.heuristic(PROBLEM))
     assert wait_for(lambda: is_idle(planner), PATIENCE)
     assert planner.take() == []
 
 
-def test_a_job_gets_the_reason_where_there_is_no_answer_and_goes_on(planner: PlanningQueue) -> None:
+def test_a_job_gets_the_reason_where_there_is_no_answer_and_goes_on(planner):
     questions = [
         InThread(Value(PlanningError("no room"))),
         InThread(Value(ValueError("a bug of a user's planner"))),
@@ -130,7 +121,7 @@ def test_a_job_gets_the_reason_where_there_is_no_answer_and_goes_on(planner: Pla
     assert last == 5
 
 
-def test_a_job_with_a_bug_ends_alone(planner: PlanningQueue, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_job_with_a_bug_ends_alone(planner, caplog):
     def wrong() -> Job:
         yield None
         raise ValueError("a bug")
@@ -141,7 +132,7 @@ def test_a_job_with_a_bug_ends_alone(planner: PlanningQueue, caplog: pytest.LogC
     assert "a bug" in caplog.text
 
 
-def test_the_most_urgent_question_comes_first_and_the_others_are_asked_again(planner: PlanningQueue) -> None:
+def test_the_most_urgent_question_comes_first_and_the_others_are_asked_again(planner):
     slow = Waiting()
     planner.begin(Urgency.AHEAD, publishing(planner, InThread(slow)))
     assert slow.asked.acquire(timeout=PATIENCE)
@@ -155,7 +146,7 @@ def test_the_most_urgent_question_comes_first_and_the_others_are_asked_again(pla
     assert found(planner, 3) == ["waited", "layout", "drift"]
 
 
-def test_a_less_urgent_question_waits(planner: PlanningQueue) -> None:
+def test_a_less_urgent_question_waits(planner):
     slow = Waiting()
     planner.begin(Urgency.LAYOUT, publishing(planner, InThread(slow)))
     assert slow.asked.acquire(timeout=PATIENCE)
@@ -168,7 +159,7 @@ def test_a_less_urgent_question_waits(planner: PlanningQueue) -> None:
 
 
 @pytest.mark.parametrize("how", ["replaced", "dropped"])
-def test_what_is_not_wanted_any_more_is_given_up(planner: PlanningQueue, how: str) -> None:
+def test_what_is_not_wanted_any_more_is_given_up(planner, how):
     slow = Waiting()
     planner.begin(Urgency.LAYOUT, publishing(planner, InThread(slow), InThread(Value("the next of an old job"))))
     assert slow.asked.acquire(timeout=PATIENCE)
@@ -181,15 +172,15 @@ def test_what_is_not_wanted_any_more_is_given_up(planner: PlanningQueue, how: st
     assert planner.take() == []
 
 
-def test_a_question_that_takes_too_long_has_no_answer(planner: PlanningQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_process, "_TIME_LIMIT", 0.2)
+def test_a_question_that_takes_too_long_has_no_answer(planner, monkeypatch):
+    monkeypatch.setattr(planning.child_process, "_TIME_LIMIT", 0.2)
     planner.begin(Urgency.AHEAD, publishing(planner, Endless(), InThread(Value("next"))))
     reason, last = found(planner, 2)
     assert "past its time limit" in str(reason)
     assert last == "next"
 
 
-def test_a_closed_planner_begins_nothing(planner: PlanningQueue) -> None:
+def test_a_closed_planner_begins_nothing(planner):
     planner.begin(Urgency.AHEAD, publishing(planner, InThread(Waiting())))
     planner.close()
     planner.begin(Urgency.AHEAD, publishing(planner, InThread(Value(1))))
@@ -197,7 +188,7 @@ def test_a_closed_planner_begins_nothing(planner: PlanningQueue) -> None:
     assert planner.take() == []
 
 
-def test_many_jobs_begun_by_many_threads_all_end(planner: PlanningQueue) -> None:
+def test_many_jobs_begun_by_many_threads_all_end(planner):
     """Whatever is replaced, dropped and interrupted: the newest job of each urgency is done."""
     ends: dict[Urgency, int] = {}
 
@@ -225,20 +216,20 @@ def test_many_jobs_begun_by_many_threads_all_end(planner: PlanningQueue) -> None
 # ---------------------------------------------------------------------- the end of a run
 
 
-class Slow(HeuristicPlanner):
+class Slow(planning.HeuristicPlanner):
     """A planner that needs a minute for each plan: it looks for a good one again and again."""
 
     began = threading.Event()
 
-    def plan(self, problem: Problem) -> Schedule:
+    def plan(self, problem: planning.Problem) -> planning.Schedule:
         self.began.set()
         for _ in range(100_000):
-            found = plan(problem)
+            found = planning.plan(problem)
         return found
 
 
-def test_a_run_that_is_over_leaves_no_thread() -> None:
-    planner = PlanProvider(Grid(2, 2, 2), PlanningOptions(planner=Slow()))
+def test_a_run_that_is_over_leaves_no_thread():
+    planner = PlanProvider(planning.Grid(2, 2, 2), PlanningOptions(planner=Slow()))
     planner.plan_ahead(frozenset(), {})
     assert Slow.began.wait(60)
     planner.close()
@@ -246,8 +237,8 @@ def test_a_run_that_is_over_leaves_no_thread() -> None:
 
 
 @pytest.mark.parametrize("begins", [False, True])
-def test_a_run_that_has_nothing_to_plan_leaves_no_thread(begins: bool) -> None:
-    planner = PlanProvider(Grid(2, 2, 2), PlanningOptions())
+def test_a_run_that_has_nothing_to_plan_leaves_no_thread(begins):
+    planner = PlanProvider(planning.Grid(2, 2, 2), PlanningOptions())
     if begins:
         planner.plan_ahead(frozenset(), {})
         assert wait_for(lambda: is_idle(planner.background), 60)
@@ -255,29 +246,31 @@ def test_a_run_that_has_nothing_to_plan_leaves_no_thread(begins: bool) -> None:
     assert not threads()
 
 
-def plan_again_and_again(problem: Problem, planner: str) -> None:
+def plan_again_and_again(problem: planning.Problem, planner: str) -> None:
     while True:
-        plan(problem, planner)
+        planning.plan(problem, planner)
 
 
-@pytest.mark.parametrize(("grid", "planner"), [(Grid(8, 8, 32), "heuristic"), (Grid(3, 4, 6), "highs")])
-def test_a_plan_that_is_not_wanted_is_given_up_wherever_it_is_made(grid: Grid, planner: str) -> None:
+@pytest.mark.parametrize(
+    ("grid", "planner"), [(planning.Grid(8, 8, 32), "heuristic"), (planning.Grid(3, 4, 6), "highs")]
+)
+def test_a_plan_that_is_not_wanted_is_given_up_wherever_it_is_made(grid, planner):
     unwanted = threading.Event()
     threading.Timer(0.2, unwanted.set).start()
     with cancelled_by(unwanted), pytest.raises(Cancelled):
-        plan_again_and_again(Problem(grid, Costs.uniform(grid.stages)), planner)
+        plan_again_and_again(planning.Problem(grid, planning.Costs.uniform(grid.stages)), planner)
 
 
 # ---------------------------------------------------------------------- plans for other times
 
 
 @pytest.fixture
-def look_for(open_planner: Callable[..., PlanProvider]) -> Callable[[Any], RunPlans]:
+def look_for(open_planner) -> Callable[[Any], RunPlans]:
     """Begins to look for a better plan by a planner."""
 
     def begin(planner: Any) -> RunPlans:
         plans = RunPlans(PROBLEM.grid, open_planner(PROBLEM.grid), None, lambda profile: None, lambda: None)
-        question = DriftQuestion(heuristic(PROBLEM), SLOW, 15.0, 0.05, planner)
+        question = DriftQuestion(planning.heuristic(PROBLEM), SLOW, 15.0, 0.05, planner)
         plans._background.begin(Urgency.DRIFT, plans._look_for_better(question))
         return plans
 
@@ -286,23 +279,23 @@ def look_for(open_planner: Callable[..., PlanProvider]) -> Callable[[Any], RunPl
 
 def answer(plans: RunPlans) -> Any:
     ((question, proposal),) = found(plans._background, 1)
-    assert question.schedule == heuristic(PROBLEM)
+    assert question.schedule == planning.heuristic(PROBLEM)
     return proposal
 
 
-def test_the_answer_is_the_planners_with_the_time_that_it_took(look_for: Callable[[Any], RunPlans]) -> None:
-    proposal = answer(look_for(HeuristicPlanner()))
-    assert proposal.schedule == heuristic(SLOW.of(PROBLEM))
+def test_the_answer_is_the_planners_with_the_time_that_it_took(look_for):
+    proposal = answer(look_for(planning.HeuristicPlanner()))
+    assert proposal.schedule == planning.heuristic(SLOW.of(PROBLEM))
     assert proposal.before == 24
     assert 0 < proposal.seconds < PATIENCE
 
 
 @pytest.mark.parametrize("planner", [Failing(), Unpicklable()])
-def test_a_planner_that_fails_is_no_answer(look_for: Callable[[Any], RunPlans], planner: Any) -> None:
+def test_a_planner_that_fails_is_no_answer(look_for, planner):
     assert answer(look_for(planner)) is None
 
 
-def test_a_planner_that_cannot_be_sent_is_refused_before_the_run() -> None:
+def test_a_planner_that_cannot_be_sent_is_refused_before_the_run():
     own = type("OfThisProcess", (Failing,), {"__module__": "__main__"})
     for planner, why in ((Unpicklable(), "lock"), (own(), "its class is in the script")):
         with pytest.raises(ConfigurationError, match=f"cannot be sent there: .*{why}.*Define its class in a module"):

@@ -12,14 +12,7 @@ from support.waiting import wait_for
 
 from lightning_recycle.arguments import shared_options
 from lightning_recycle.control.coordinator.admission import Reception
-from lightning_recycle.control.options import (
-    GROUPS,
-    RecoveryOptions,
-    Settings,
-    VerificationOptions,
-    difference,
-    settle,
-)
+from lightning_recycle.control.options import GROUPS, RecoveryOptions, Settings, VerificationOptions, difference, settle
 from lightning_recycle.control.plans.drift import DriftOptions
 from lightning_recycle.control.protocol.messages import RunRequest
 from lightning_recycle.errors import ConfigurationError
@@ -27,25 +20,13 @@ from lightning_recycle.planning.grid import Grid
 
 WANTS = RunRequest("fit", Grid(2, 2, 6), microbatches_given=True)
 OTHERS: dict[str, Any] = {
-    "planning.planner": "cbc",
-    "planning.split_backward": False,
-    "planning.staggered": False,
-    "planning.memory": "3 micro-batches",
-    "planning.activation_checkpointing": "never",
-    "recovery.rebalance": "never",
-    "recovery.start_timeout": 30.0,
-    "recovery.min_pipelines": 1,
-    "recovery.machine_error_retries": 0,
-    "verification.on_corruption": "raise",
-    "verification.checksum_every": 7,
-    "verification.verify": 0.01,
-    "heartbeat.timeout": 2.0,
-    "heartbeat.last_holder_timeout": 60.0,
-    "heartbeat.coordinator_timeout": 20.0,
-    "monitor.threshold": 0.1,
-    "monitor.window": 10,
-    "monitor.horizon_steps": 100,
-}
+    "planning.planner": "cbc", "planning.split_backward": False, "planning.staggered": False,
+    "planning.memory": "3 micro-batches", "planning.activation_checkpointing": "never", "recovery.rebalance": "never",
+    "recovery.start_timeout": 30.0, "recovery.min_pipelines": 1, "recovery.machine_error_retries": 0,
+    "verification.on_corruption": "raise", "verification.checksum_every": 7, "verification.verify": 0.01,
+    "heartbeat.timeout": 2.0, "heartbeat.last_holder_timeout": 60.0, "heartbeat.coordinator_timeout": 20.0,
+    "monitor.threshold": 0.1, "monitor.window": 10, "monitor.horizon_steps": 100,
+}  # fmt: skip
 """Another value of everything that a script may want, besides the grid and the entry point."""
 
 
@@ -54,12 +35,12 @@ def wanting(**changes: Any) -> RunRequest:
     return replace(WANTS, settings={name.replace("__", "."): value for name, value in changes.items()})
 
 
-def test_every_option_that_workers_must_agree_on_has_another_value_here() -> None:
+def test_every_option_that_workers_must_agree_on_has_another_value_here():
     shared = [(name, item.name) for name, (kind, _) in GROUPS.items() for item in shared_options(kind)]
     assert list(OTHERS) == [f"{group}.{name}" for group, name in shared]
 
 
-def test_the_script_says_what_the_command_line_leaves_open() -> None:
+def test_the_script_says_what_the_command_line_leaves_open():
     wants = replace(WANTS, settings={**OTHERS, "planning.planner": "heuristic"})
     terms = settle({}, wants)
     assert terms.wants == wants
@@ -73,20 +54,19 @@ def test_the_script_says_what_the_command_line_leaves_open() -> None:
     assert options.drift == DriftOptions(0.1, 10, 100)
 
 
-def test_a_worker_on_another_kind_of_device_is_refused_by_name() -> None:
+def test_a_worker_on_another_kind_of_device_is_refused_by_name():
     terms = settle({}, replace(WANTS, device="cuda"))
     assert difference({}, terms, replace(WANTS, device="cuda")) is None
     unfit = difference({}, terms, replace(WANTS, device="cpu"))
-    assert unfit is not None
     assert unfit.why.startswith("This worker computes on 'cpu', the run on 'cuda'")
 
 
 @pytest.mark.parametrize("wants", [None, WANTS, replace(WANTS, device="cpu")])
-def test_where_nobody_says_on_what_the_run_computes_any_worker_fits(wants: RunRequest | None) -> None:
+def test_where_nobody_says_on_what_the_run_computes_any_worker_fits(wants):
     assert difference({}, settle({}, WANTS), wants) is None
 
 
-def test_the_command_line_counts_and_a_contradiction_is_said() -> None:
+def test_the_command_line_counts_and_a_contradiction_is_said():
     given: Settings = {"heartbeat.timeout": 7.0, "planning.staggered": False, "planning.planner": "heuristic"}
     terms = settle(given, wanting(heartbeat__timeout=2.0))
     assert terms.options().heartbeat.timeout == 7.0
@@ -97,33 +77,27 @@ def test_the_command_line_counts_and_a_contradiction_is_said() -> None:
     assert "planner" not in said
 
 
-@pytest.mark.parametrize(
-    ("given", "wants", "words"),
-    [
-        ({"recovery.min_pipelines": 3}, WANTS, "the run has 2 pipelines: give at most that many"),
-        ({}, wanting(planning__memory="much"), "memory='much'"),
-        ({}, wanting(planning__planner="crystal ball"), "crystal ball"),
-        ({}, wanting(heartbeat__timeout=float("nan")), r"timeout=nan\): give a number of seconds"),
-        ({}, wanting(planning__memory="0 micro-batches"), "memory='0 micro-batches'"),
-        ({}, wanting(planning__partition="count"), "no setting 'planning.partition'"),
-        ({"verification.on_corruption": "forgive"}, WANTS, "on_corruption='forgive'"),
-        ({"verification.verify": 2.0}, WANTS, "verify=2.0"),
-        ({}, wanting(verification__checksum_every=-1), "checksum_every=-1"),
-        ({}, replace(WANTS, grid=Grid(10**9, 10**9, 1)), "more than"),
-        (
-            {},
-            replace(WANTS, needs_launcher=("PlanningOptions(profile='auto')",)),
-            r"\(profile='auto'\) needs a launching process",
-        ),
-        ({}, None, "says nothing of its run"),
-    ],
-)
-def test_what_cannot_be_is_an_error_that_says_why(given: Settings, wants: RunRequest | None, words: str) -> None:
+@pytest.mark.parametrize(("given", "wants", "words"), [
+    ({"recovery.min_pipelines": 3}, WANTS, "the run has 2 pipelines: give at most that many"),
+    ({}, wanting(planning__memory="much"), "memory='much'"),
+    ({}, wanting(planning__planner="crystal ball"), "crystal ball"),
+    ({}, wanting(heartbeat__timeout=float("nan")), r"timeout=nan\): give a number of seconds"),
+    ({}, wanting(planning__memory="0 micro-batches"), "memory='0 micro-batches'"),
+    ({}, wanting(planning__partition="count"), "no setting 'planning.partition'"),
+    ({"verification.on_corruption": "forgive"}, WANTS, "on_corruption='forgive'"),
+    ({"verification.verify": 2.0}, WANTS, "verify=2.0"),
+    ({}, wanting(verification__checksum_every=-1), "checksum_every=-1"),
+    ({}, replace(WANTS, grid=Grid(10**9, 10**9, 1)), "more than"),
+    ({}, replace(WANTS, needs_launcher=("PlanningOptions(profile='auto')",)),
+     r"\(profile='auto'\) needs a launching process"),
+    ({}, None, "says nothing of its run"),
+])  # fmt: skip
+def test_what_cannot_be_is_an_error_that_says_why(given, wants, words):
     with pytest.raises(ConfigurationError, match=words):
         settle(given, wants)
 
 
-def test_a_script_that_leaves_the_micro_batches_open_takes_those_of_the_run() -> None:
+def test_a_script_that_leaves_the_micro_batches_open_takes_those_of_the_run():
     terms = settle({}, WANTS)
     open_ones = replace(WANTS, grid=Grid(2, 2, 4), microbatches_given=False)
     assert difference({}, terms, open_ones) is None
@@ -131,27 +105,23 @@ def test_a_script_that_leaves_the_micro_batches_open_takes_those_of_the_run() ->
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_a_worker_that_wants_something_else_is_told_what(name: str) -> None:
+def test_a_worker_that_wants_something_else_is_told_what(name):
     terms = settle({}, WANTS)
     unfit = difference({}, terms, replace(WANTS, settings={name: OTHERS[name]}))
-    assert unfit is not None
     assert not unfit.late
     assert f"{OTHERS[name]!r} in this script" in unfit.why
 
 
-def test_a_worker_that_wants_another_grid_or_is_elsewhere_in_its_script_does_not_fit() -> None:
+def test_a_worker_that_wants_another_grid_or_is_elsewhere_in_its_script_does_not_fit():
     terms = settle({}, WANTS)
     assert difference({}, terms, WANTS) is None
     assert difference({}, terms, None) is None
     unfit = difference({}, terms, replace(WANTS, grid=Grid(4, 1, 6)))
-    assert unfit is not None
     assert "start all workers with the same script" in unfit.why
-    late = difference({}, terms, replace(WANTS, entry="validate"))
-    assert late is not None
-    assert late.late
+    assert difference({}, terms, replace(WANTS, entry="validate")).late
 
 
-def test_what_the_command_line_says_need_not_be_wanted() -> None:
+def test_what_the_command_line_says_need_not_be_wanted():
     given: Settings = {"heartbeat.timeout": 7.0}
     assert difference(given, settle(given, WANTS), wanting(heartbeat__timeout=2.0)) is None
 
@@ -163,7 +133,7 @@ def client(address: tuple[str, int], wants: RunRequest | None) -> ThreadClient:
     return ThreadClient(None, address, KEY.encode(), 0.05, wants=wants)
 
 
-def test_the_first_worker_says_what_the_run_is_and_others_that_differ_are_refused() -> None:
+def test_the_first_worker_says_what_the_run_is_and_others_that_differ_are_refused():
     with listening("--runs", "1") as (process, address):
         other = replace(WANTS, grid=Grid(1, 1, 6))
         clients = [client(address, WANTS) for _ in range(3)]
@@ -180,7 +150,7 @@ def test_the_first_worker_says_what_the_run_is_and_others_that_differ_are_refuse
         assert all(found.exited.wait(PATIENCE) for found in clients)
 
 
-def test_a_run_whose_workers_all_went_before_it_began_was_none() -> None:
+def test_a_run_whose_workers_all_went_before_it_began_was_none():
     """Somebody started the wrong script, or with wrong options, and starts the right one now."""
     with listening("--runs", "1") as (process, address):
         wrong = client(address, replace(WANTS, grid=Grid(2, 1, 6)))
@@ -203,18 +173,17 @@ def _takes(address: tuple[str, int]) -> bool:
         right._connection.close()
 
 
-def test_after_the_last_run_who_comes_too_late_is_told_that_it_finished() -> None:
+def test_after_the_last_run_who_comes_too_late_is_told_that_it_finished():
     reception = Reception(("127.0.0.1", 0), KEY.encode(), workers=4)
     reception.listener.start()
     reception.is_over = True
-    serving = threading.Thread(target=reception.first, daemon=True)
-    serving.start()
+    threading.Thread(target=reception.first, daemon=True).start()
     late = client(reception.listener.address, WANTS)
     assert late.exited.wait(PATIENCE)
     assert late.exit_code == 0
 
 
-def test_a_run_that_has_not_finished_is_not_said_to_have() -> None:
+def test_a_run_that_has_not_finished_is_not_said_to_have():
     """Some worker may end well without having trained at all."""
     with listening() as (process, address):
         process.send_signal(signal.SIGUSR1)
@@ -223,6 +192,6 @@ def test_a_run_that_has_not_finished_is_not_said_to_have() -> None:
         found.leave()
 
 
-def test_a_coordinator_needs_a_worker_that_says_what_it_wants() -> None:
+def test_a_coordinator_needs_a_worker_that_says_what_it_wants():
     with listening() as (_, address), pytest.raises(ConfigurationError, match="says nothing of its run"):
         client(address, None).await_assignment()

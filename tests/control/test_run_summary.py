@@ -1,7 +1,5 @@
 """The lines at the end of a run say what its record says."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from lightning_recycle.control.monitoring.history import Event, summary
@@ -19,28 +17,28 @@ def event(kind: str, time: float, step: int = 0, seconds: float | None = None, *
 BEGIN = [event("resumed", 10.0), event("regrouped", 10.5, roster=ALL), event("step", 11.0, loss=2.0)]
 
 
-def test_a_quiet_run_is_one_line() -> None:
+def test_a_quiet_run_is_one_line():
     history = [*BEGIN, event("step", 12.5, 1, loss=0.12345)]
     assert summary(history, POSITIONS) == ["Run: at step 2 after 2.5 s, loss 2 at first and 0.1235 now, 4 workers."]
 
 
-def test_the_most_memory_is_told_with_its_stage() -> None:
+def test_the_most_memory_is_told_with_its_stage():
     history = [*BEGIN, event("memory", 13.0, peak_bytes=(3_214_000_000, None, 12_500_000_000))]
     assert summary(history, POSITIONS)[0].endswith("4 workers, the largest with 12.5 GB of memory (stage 2).")
     history.append(event("memory", 19.0, peak_bytes=(13_000_000_000, 1, 2)))  # after the loss of a stage
     assert summary(history, POSITIONS)[0].endswith("4 workers, the largest with 13 GB of memory (stage 0).")
 
 
-def test_a_run_without_a_step_has_no_lines() -> None:
+def test_a_run_without_a_step_has_no_lines():
     assert summary(BEGIN[:2], POSITIONS) == []
 
 
-def test_a_run_that_went_on_says_its_last_loss_only() -> None:
+def test_a_run_that_went_on_says_its_last_loss_only():
     history = [*BEGIN[:2], event("step", 11.0, 1400, loss=2.0), event("step", 12.0, 1401, loss=1.0)]
     assert summary(history, POSITIONS) == ["Run: at step 1,402 after 2.0 s, loss 1, 4 workers."]
 
 
-def test_time_that_was_lost_is_told() -> None:
+def test_time_that_was_lost_is_told():
     history = [
         *BEGIN,
         event("failure", 12.0, 1, worker=(1, 0), cause="it was killed by SIGKILL"),
@@ -61,7 +59,7 @@ def test_time_that_was_lost_is_told() -> None:
     ]
 
 
-def test_a_lost_stage_costs_until_the_next_step() -> None:
+def test_a_lost_stage_costs_until_the_next_step():
     history = [
         *BEGIN,
         event("failure", 12.0, 1, worker=(1, 0), cause="gone"),
@@ -73,7 +71,7 @@ def test_a_lost_stage_costs_until_the_next_step() -> None:
     assert summary(history, POSITIONS)[1:] == ["1 failure; 5.0 s lost."]
 
 
-def test_the_effect_of_split_backwards_is_told() -> None:
+def test_the_effect_of_split_backwards_is_told():
     fused = {"split": False, "cost": 0.101, "wins": -0.07, "fused_seconds": 1.0, "split_seconds": 1.07}
     history = [*BEGIN, event("chosen", 12.0, 1, **fused), event("step", 12.5, 1, loss=0.1)]
     assert summary(history, POSITIONS)[1:] == []

@@ -56,7 +56,7 @@ class Run:
 
 
 @pytest.fixture
-def open_run(open_planner: Callable[..., PlanProvider], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
+def open_run(open_planner, monkeypatch) -> Callable[..., Run]:
     monkeypatch.setattr(PlanningProcess, "ask", lambda _, question, *__, **___: question())
     return lambda *planner, **options: Run(open_planner(GRID, *planner, **{"split_backward": "auto", **options}))
 
@@ -66,7 +66,7 @@ def splits(schedule: Schedule) -> bool:
     return any(kind is OpKind.BACKWARD_WEIGHT for kind in operations)
 
 
-def test_nothing_is_split_before_it_was_tried(open_run: Callable[..., Run]) -> None:
+def test_nothing_is_split_before_it_was_tried(open_run):
     run = open_run()
     assert not splits(run.plans.schedules[-1])
     run.steps()
@@ -75,7 +75,7 @@ def test_nothing_is_split_before_it_was_tried(open_run: Callable[..., Run]) -> N
     assert run.plans.take_notes() == []
 
 
-def test_backwards_are_split_where_the_plan_saves_more_than_that_costs(open_run: Callable[..., Run]) -> None:
+def test_backwards_are_split_where_the_plan_saves_more_than_that_costs(open_run):
     run = open_run()
     run.steps()
     run.tried(CHEAP)
@@ -94,7 +94,7 @@ def test_backwards_are_split_where_the_plan_saves_more_than_that_costs(open_run:
 
 
 @pytest.mark.parametrize("trial", [CROWDED, DEAR])
-def test_backwards_stay_fused_where_there_is_nothing_to_win(open_run: Callable[..., Run], trial: SplitTrial) -> None:
+def test_backwards_stay_fused_where_there_is_nothing_to_win(open_run, trial):
     run = open_run()
     run.steps()
     run.tried(trial)
@@ -108,7 +108,7 @@ def test_backwards_stay_fused_where_there_is_nothing_to_win(open_run: Callable[.
     assert run.plans.origin()["backward"]["split"] is False
 
 
-def test_a_plan_for_a_failure_is_chosen_for_itself(open_run: Callable[..., Run]) -> None:
+def test_a_plan_for_a_failure_is_chosen_for_itself(open_run):
     """Fused backwards keep the cores busy for 28 slots, and a step takes 27: only a failure leaves some idle."""
     run = open_run()
     run.steps()
@@ -118,7 +118,7 @@ def test_a_plan_for_a_failure_is_chosen_for_itself(open_run: Callable[..., Run])
     assert run.plans.origin()["plan"] == "ahead"
 
 
-def test_a_plan_in_need_is_chosen_too(open_run: Callable[..., Run]) -> None:
+def test_a_plan_in_need_is_chosen_too(open_run):
     run = open_run()
     run.steps(1)
     run.tried(CHEAP)
@@ -128,7 +128,7 @@ def test_a_plan_in_need_is_chosen_too(open_run: Callable[..., Run]) -> None:
     assert run.plans.origin()["backward"]["split"] is True
 
 
-def test_one_worker_of_each_stage_that_works_is_waited_for(open_run: Callable[..., Run]) -> None:
+def test_one_worker_of_each_stage_that_works_is_waited_for(open_run):
     run = open_run()
     run.steps()
     for worker in GRID.workers():
@@ -137,22 +137,20 @@ def test_one_worker_of_each_stage_that_works_is_waited_for(open_run: Callable[..
     assert run.planner.assumptions.splitting is not None
 
 
-def test_what_operations_take_is_what_the_fused_plan_runs(open_run: Callable[..., Run]) -> None:
+def test_what_operations_take_is_what_the_fused_plan_runs(open_run):
     """Times of B and W that are left of an earlier plan are not taken for those of BW."""
     run = open_run()
     stale = {"F": 0.02, "B": 1.0, "W": 1.0, "BW": 0.04}
     for stage in range(4):
         run.plans.applied(Worker(0, stage), Applied(stage, 0, stale, {}), is_stage_leader=True)
     run.plans.stepped(1.0)
-    timed = run.plans.timed
-    assert timed is not None
-    assert timed().period == pytest.approx(27 * 0.02), "1F1B of the running example"
+    assert run.plans.timed().period == pytest.approx(27 * 0.02), "1F1B of the running example"
     useful, _ = run.plans.computing_seconds or (0.0, 0.0)
     assert useful == pytest.approx(72 * 0.06)
     run.settle()
 
 
-def test_memory_for_what_waits_between_b_and_w_is_no_reason_to_fail(open_run: Callable[..., Run]) -> None:
+def test_memory_for_what_waits_between_b_and_w_is_no_reason_to_fail(open_run):
     run = open_run(memory=1_000)
     footprint = Footprint("a", 10_000, 0, 100, 0, 400, 1_000, 400)
     run.planner.assumptions.measured(dict.fromkeys(GRID.workers(), footprint))
@@ -162,12 +160,12 @@ def test_memory_for_what_waits_between_b_and_w_is_no_reason_to_fail(open_run: Ca
     assert max(schedule.peak_memory(worker) for worker in schedule.live_workers) <= 1_000
 
 
-def test_with_one_stage_nothing_is_split(open_planner: Callable[..., PlanProvider]) -> None:
+def test_with_one_stage_nothing_is_split(open_planner):
     planner = open_planner(Grid(2, 1, 4), split_backward="auto")
     assert not splits(planner.plan(ALL, {}))
 
 
-def test_without_the_choice_nothing_changes(open_run: Callable[..., Run]) -> None:
+def test_without_the_choice_nothing_changes(open_run):
     run = open_run(split_backward=True)
     assert splits(run.plans.schedules[-1])
     run.steps()

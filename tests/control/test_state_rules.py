@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from membership_feed import ALL, feed, running, running_without_3
 
-from lightning_recycle.control.protocol import messages as m
+from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol import state as s
 from lightning_recycle.control.protocol.member import Member
 from lightning_recycle.control.protocol.membership import transition
@@ -26,47 +26,44 @@ BROKEN: dict[str, Callable[[s.MembershipState], s.MembershipState]] = {
     ),
     "no step is applied before its loss is known": lambda state: state.with_steps(applied={0: 0}),
     "a collective is answered once all have arrived": lambda state: state.with_collectives(
-        open={0: {rank: m.Arrive(rank, 0, "barrier", None) for rank in ALL}}
+        open={0: {rank: messages.Arrive(rank, 0, "barrier", None) for rank in ALL}}
     ),
     "generations are numbered upwards": lambda state: state.with_generation(number=0, regrouping=False),
 }
 
 
 @pytest.mark.parametrize("rule", BROKEN)
-def test_a_state_that_breaks_a_rule_is_named(rule: str) -> None:
+def test_a_state_that_breaks_a_rule_is_named(rule):
     before = running() if rule != "generations are numbered upwards" else running_without_3()
     with pytest.raises(AssertionError, match=rule):
         s.validate(before, BROKEN[rule](before))
 
 
-def test_every_transition_and_every_message_of_the_tests_is_checked() -> None:
+def test_every_transition_and_every_message_of_the_tests_is_checked():
     assert s.VALIDATES
     with pytest.raises(AssertionError, match="no step is applied before its loss is known"):
-        transition(running(), m.Applied(0, 0, {}))
+        transition(running(), messages.Applied(0, 0, {}))
     member = Member(0, joining=False)
     with pytest.raises(AssertionError, match="a generation is announced before all resume in it"):
-        member.receive(m.Resume(1, (0,), m.Decision(0, frozenset(), ()), None, {}))
+        member.receive(messages.Resume(1, (0,), messages.Decision(0, frozenset(), ()), None, {}))
 
 
-@pytest.mark.parametrize(
-    ("status", "state"),
-    [
-        (WorkerStatus(0, 4, False), StepState.RUNNING),
-        (WorkerStatus(0, 5, False), StepState.RUNNING),
-        (WorkerStatus(0, 5, True), StepState.REDUCED),
-        (WorkerStatus(0, 6, False, speculative=True), StepState.SPECULATIVE),
-        (WorkerStatus(0, 6, True), StepState.APPLIED),
-        (WorkerStatus(0, 7, False, speculative=True), StepState.APPLIED),
-    ],
-)
-def test_the_state_of_a_worker_in_step_5(status: WorkerStatus, state: StepState) -> None:
+@pytest.mark.parametrize(("status", "state"), [
+    (WorkerStatus(0, 4, False), StepState.RUNNING),
+    (WorkerStatus(0, 5, False), StepState.RUNNING),
+    (WorkerStatus(0, 5, True), StepState.REDUCED),
+    (WorkerStatus(0, 6, False, speculative=True), StepState.SPECULATIVE),
+    (WorkerStatus(0, 6, True), StepState.APPLIED),
+    (WorkerStatus(0, 7, False, speculative=True), StepState.APPLIED),
+])  # fmt: skip
+def test_the_state_of_a_worker_in_step_5(status, state):
     assert status.state_in(5) is state
 
 
-def test_each_rank_has_one_standing() -> None:
+def test_each_rank_has_one_standing():
     state = running_without_3()
     assert [state.standing(rank) for rank in ALL] == [Standing.LIVE] * 3 + [Standing.VACANT]
     assert s.initial_state(state.grid).standing(0) is Standing.AWAITED
-    assert feed(state, m.Ready(3))[0].standing(3) is Standing.READY
+    assert feed(state, messages.Ready(3))[0].standing(3) is Standing.READY
     assert replace(state, returned={}).standing(0) is Standing.AWAITED
     assert state.with_roster(dismissed={3: (1, 2)}).standing(3) is Standing.BARRED

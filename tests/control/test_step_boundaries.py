@@ -3,16 +3,7 @@
 from collections.abc import Iterable
 
 import pytest
-from membership_feed import (
-    all_losses,
-    applied,
-    feed,
-    given,
-    messages,
-    report,
-    reports,
-    running_without_3,
-)
+from membership_feed import all_losses, applied, feed, given, messages, report, reports, running_without_3
 
 from lightning_recycle.control.protocol import messages as m
 from lightning_recycle.control.protocol import state as s
@@ -54,21 +45,13 @@ def stop_at(state: s.MembershipState, step: int) -> tuple[s.MembershipState, lis
     return feed(state, *arrived(ranks, state.generation.number, step))
 
 
-def without_state(rank: int, generation: int) -> m.Report:
-    return report(rank, generation, -1)
-
-
 def joining_3(step: int = 2) -> s.MembershipState:
     """Worker 3 joins the others at ``step`` in generation 2; worker 1 is to give it its state."""
     state, _ = feed(running_without_3(), m.Ready(3))
     state, _ = stop_at(state, step)
-    state, _ = feed(state, *reports(THREE, 2, step), without_state(3, 2))
+    state, _ = feed(state, *reports(THREE, 2, step), report(3, 2, -1))
     assert state.roster.joining == {3}
     return state
-
-
-def rejoined_3(step: int = 2) -> s.MembershipState:
-    return feed(joining_3(step), entered(3, 2))[0]
 
 
 # ---------------------------------------------------------------------- losses meanwhile
@@ -83,9 +66,7 @@ STAGES_OF_A_PAUSE: dict[str, list[s.MembershipEvent]] = {
 
 
 @pytest.mark.parametrize("events", STAGES_OF_A_PAUSE.values(), ids=STAGES_OF_A_PAUSE)
-def test_a_loss_during_a_pause_cancels_it_and_it_is_asked_for_again_after_the_next_resume(
-    events: list[s.MembershipEvent],
-) -> None:
+def test_a_loss_during_a_pause_cancels_it_and_it_is_asked_for_again_after_the_next_resume(events):
     state, commands = feed(running_without_3(), m.Ready(3), *events, s.Lost(2, "gone"))
     assert messages(commands, m.Regroup)[-1] == m.Regroup(2, (0, 1), 1), "worker 3 enters at a boundary only"
     assert state.generation.pause is None
@@ -95,16 +76,11 @@ def test_a_loss_during_a_pause_cancels_it_and_it_is_asked_for_again_after_the_ne
 # ---------------------------------------------------------------------- late and twice
 
 
-def pausing(*events: s.MembershipEvent) -> s.MembershipState:
-    """All but worker 3 are asked to stop, so that it can join."""
-    return feed(running_without_3(), m.Ready(3), *events)[0]
-
-
 @pytest.mark.parametrize(
     ("state", "words"),
     [
         pytest.param(
-            pausing(*paused(THREE, 1, 0)),
+            feed(running_without_3(), m.Ready(3), *paused(THREE, 1, 0))[0],
             [
                 m.Paused(0, 0, 0), m.Paused(3, 1, 0), at_boundary(0, 1, 0), at_boundary(0, 1, 2), at_boundary(0, 0, 1),
                 at_boundary(3, 1, 1), entered(0, 1), m.Ready(0), m.Ready(3), m.Paused(0, 1, 7),
@@ -112,7 +88,7 @@ def pausing(*events: s.MembershipEvent) -> s.MembershipState:
             id="of-another-generation-step-or-worker",
         ),
         pytest.param(
-            rejoined_3(),
+            feed(joining_3(2), entered(3, 2))[0],
             [m.Paused(0, 1, 0), at_boundary(0, 1, 2), entered(3, 2), m.Ready(3), entered(0, 2)],
             id="of-a-pause-that-is-over",
         ),
@@ -123,9 +99,7 @@ def pausing(*events: s.MembershipEvent) -> s.MembershipState:
         ),
     ],
 )  # fmt: skip
-def test_words_that_are_late_early_or_of_another_change_nothing(
-    state: s.MembershipState, words: list[s.MembershipEvent]
-) -> None:
+def test_words_that_are_late_early_or_of_another_change_nothing(state, words):
     for event in words:
         assert transition(state, event) == (state, ()), event
 
@@ -136,7 +110,7 @@ def test_words_that_are_late_early_or_of_another_change_nothing(
 PLAN = s.PlanReady(THREE, "a plan", {"gain": 0.3})
 
 
-def test_another_plan_begins_at_a_step_that_nobody_has_begun_and_nobody_stops_there() -> None:
+def test_another_plan_begins_at_a_step_that_nobody_has_begun_and_nobody_stops_there():
     state, commands = feed(running_without_3(), PLAN)
     assert commands == [s.Send(THREE, m.Pause(1, 0))]
     state, commands = feed(state, *paused((0, 2), 1, 4))
@@ -151,7 +125,7 @@ def test_another_plan_begins_at_a_step_that_nobody_has_begun_and_nobody_stops_th
     )
 
 
-def test_a_newer_plan_replaces_one_that_has_not_begun() -> None:
+def test_a_newer_plan_replaces_one_that_has_not_begun():
     _, commands = feed(running_without_3(), PLAN, s.PlanReady(THREE, "a better one"), *paused(THREE, 1, 0))
     assert [c for c in commands if isinstance(c, s.Send)][1:] == [s.Send(THREE, m.Boundary(1, 1), "a better one")]
     assert len(messages(commands, m.Pause)) == 1

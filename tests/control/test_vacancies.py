@@ -1,7 +1,5 @@
 """Vacancies: how empty positions are filled."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -58,7 +56,7 @@ def taken(found: Vacancies, number: int = 1) -> list[tuple[int, object]]:
     return started
 
 
-def test_a_replacement_is_started_in_its_place_as_its_next_incarnation() -> None:
+def test_a_replacement_is_started_in_its_place_as_its_next_incarnation():
     start, woken = Starter(), threading.Event()
     found = vacancies(start, wake=woken.set)
     found.start(3)
@@ -71,7 +69,7 @@ def test_a_replacement_is_started_in_its_place_as_its_next_incarnation() -> None
     assert start.asked == [(3, 1), (3, 2)]
 
 
-def test_a_position_is_being_filled_from_the_request_until_the_process_is_taken() -> None:
+def test_a_position_is_being_filled_from_the_request_until_the_process_is_taken():
     start = Starter()
     start.may_go_on.clear()
     found = vacancies(start)
@@ -84,20 +82,18 @@ def test_a_position_is_being_filled_from_the_request_until_the_process_is_taken(
     assert not found.is_starting(3)
 
 
-def test_a_process_that_cannot_be_started_is_told_as_none_and_its_reason_is_logged(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_process_that_cannot_be_started_is_told_as_none_and_its_reason_is_logged(caplog):
     found = vacancies(Starter(OSError("no more processes")))
     found.start(3)
     assert taken(found) == [(3, None)]
     assert "worker (3, 0) could not be started: no more processes" in caplog.text
 
 
-def test_without_a_way_to_start_processes_none_is_started() -> None:
+def test_without_a_way_to_start_processes_none_is_started():
     assert not vacancies(None).may_start(0, now=0.0)
 
 
-def test_no_more_than_max_restarts_are_started_in_a_run() -> None:
+def test_no_more_than_max_restarts_are_started_in_a_run():
     found = vacancies(Starter(), max_restarts=2)
     for _ in range(2):
         assert found.may_start(0, now=0.0)
@@ -107,7 +103,7 @@ def test_no_more_than_max_restarts_are_started_in_a_run() -> None:
     taken(found, 2)
 
 
-def test_after_each_failure_the_next_try_waits_twice_as_long_up_to_half_a_minute() -> None:
+def test_after_each_failure_the_next_try_waits_twice_as_long_up_to_half_a_minute():
     found = vacancies(Starter())
     waits = []
     for _ in range(9):
@@ -118,7 +114,7 @@ def test_after_each_failure_the_next_try_waits_twice_as_long_up_to_half_a_minute
     assert found.may_start(2, 100.0), "other positions do not wait"
 
 
-def test_a_replacement_that_was_ready_begins_a_new_count_of_failures() -> None:
+def test_a_replacement_that_was_ready_begins_a_new_count_of_failures():
     found = vacancies(Starter())
     for _ in range(4):
         found.failed(3, now=0.0)
@@ -127,7 +123,7 @@ def test_a_replacement_that_was_ready_begins_a_new_count_of_failures() -> None:
     assert found.may_start(3, now=100.5)
 
 
-def test_the_user_is_told_when_the_restarts_are_used_up(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_user_is_told_when_the_restarts_are_used_up(caplog):
     found = vacancies(Starter(), max_restarts=1)
     found.failed(3, now=0.0)
     assert caplog.text == ""
@@ -137,12 +133,12 @@ def test_the_user_is_told_when_the_restarts_are_used_up(caplog: pytest.LogCaptur
     assert "max_restarts=1 are used up" in caplog.text
 
 
-def test_incarnations_count_by_position() -> None:
+def test_incarnations_count_by_position():
     found = vacancies(None)
     assert [found.next_incarnation(rank) for rank in (3, 3, 0, 3)] == [1, 2, 1, 3]
 
 
-def test_closing_ends_what_was_started_and_never_taken() -> None:
+def test_closing_ends_what_was_started_and_never_taken():
     processes: list[Process] = []
     start = Starter()
 
@@ -159,7 +155,7 @@ def test_closing_ends_what_was_started_and_never_taken() -> None:
     assert [process.killed for process in processes] == [True, True]
 
 
-def test_the_members_of_a_position_are_on_one_node_if_spares_allow_it() -> None:
+def test_the_members_of_a_position_are_on_one_node_if_spares_allow_it():
     positions = Positions(Grid(2, 2, 1), 2)
 
     def placed(nodes: str) -> dict[int, str]:

@@ -13,7 +13,7 @@ from lightning_recycle.control.protocol.messages import FROM_WORKERS, Crash, Mem
 
 
 @pytest.mark.parametrize("answers", [0, 1, 1000])
-def test_last_words_that_came_with_what_could_not_be_answered_count(answers: int) -> None:
+def test_last_words_that_came_with_what_could_not_be_answered_count(answers):
     """Or the exception of a user's code ends a worker, and the others train on."""
     crash = Crash(0, False, "ValueError: bad", b"", "Traceback")
     heard: list[Any] = []

@@ -37,10 +37,10 @@ def microbatches(step: StepHandle) -> list[Any]:
 
 
 @pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
-def test_the_microbatches_of_a_step_hold_each_loaders_batch_once(mode: str) -> None:
+def test_the_microbatches_of_a_step_hold_each_loaders_batch_once(mode):
     expected = [
         batch for batch, _, _ in CombinedLoader([DataLoader(Numbers(4 * n, f), 4) for f, n in ((0, 5), (100, 2))], mode)
-    ]  # type: ignore[arg-type]
+    ]
     found = list(steps_of(mode, loader(0, 5), loader(100, 2)))
     assert [step.index for step in found] == list(range(len(expected)))
     for step, batch in zip(found, expected, strict=True):
@@ -56,7 +56,7 @@ def test_the_microbatches_of_a_step_hold_each_loaders_batch_once(mode: str) -> N
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_each_round_of_a_shorter_loader_has_an_order_of_its_own_that_can_be_read_again(num_workers: int) -> None:
+def test_each_round_of_a_shorter_loader_has_an_order_of_its_own_that_can_be_read_again(num_workers):
     def read(*begin_with: int) -> dict[int, list[Any]]:
         found = {}
         for step in steps_of("max_size_cycle", loader(0, 6), loader(100, 2, shuffle=True, num_workers=num_workers)):
@@ -71,7 +71,7 @@ def test_each_round_of_a_shorter_loader_has_an_order_of_its_own_that_can_be_read
     assert read(3, 5) == {3: whole[3], 5: whole[5]}
 
 
-def test_a_step_of_an_earlier_round_can_be_redone() -> None:
+def test_a_step_of_an_earlier_round_can_be_redone():
     steps = list(steps_of("max_size_cycle", loader(0, 4), loader(100, 2, shuffle=True, num_workers=1)))
     found = [[part[1].tolist() for part in microbatches(step)] for step in steps]
     for index in (2, 1, 2, 3):
@@ -80,7 +80,7 @@ def test_a_step_of_an_earlier_round_can_be_redone() -> None:
         assert again == found[index]
 
 
-def test_a_step_of_an_evaluation_with_too_few_samples_of_one_loader_is_one_microbatch() -> None:
+def test_a_step_of_an_evaluation_with_too_few_samples_of_one_loader_is_one_microbatch():
     found = list(steps_of("min_size", loader(0, 2, True, size=7), loader(100, 2, True, size=5)))
     assert [len(microbatches(step)) for step in found] == [4, 1]
     (last,) = microbatches(found[1])
@@ -88,12 +88,12 @@ def test_a_step_of_an_evaluation_with_too_few_samples_of_one_loader_is_one_micro
     assert found[1].num_samples == 3
 
 
-def test_what_is_no_combination_of_addresses_is_left_alone() -> None:
+def test_what_is_no_combination_of_addresses_is_left_alone():
     for batch in ([torch.ones(2)], {"a": None}, [], "text", None):
         assert as_one_step(batch) is batch
 
 
-def test_divisions_are_those_of_each_loader() -> None:
+def test_divisions_are_those_of_each_loader():
     large = DataLoader(Numbers(40, 100), batch_size=4)
     step = next(steps_of("min_size", loader(0, 5), loader(50, 5), MicrobatchLoader(large, GRID, 0, 11)))
     divisions = step.loader.divisions(step, [1, 1, 1, 1])

@@ -122,7 +122,7 @@ class Counting:
 
 
 class ItsOwnIterator(IterableDataset[int], Counting):
-    def __iter__(self) -> ItsOwnIterator:  # type: ignore[override]
+    def __iter__(self) -> ItsOwnIterator:
         if self.state["next"] >= SIZE:
             self.state = {"next": _share()[0]}
         return self
@@ -228,7 +228,7 @@ def one_device(stream: Any, num_workers: int, count: int, limit: int | None) -> 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize(("name", "limit"), [(name, limit) for name, limit in CASES if limit != 1])
-def test_the_global_batches_of_all_epochs_are_those_of_one_device(name: str, limit: int | None, grid: Grid) -> None:
+def test_the_global_batches_of_all_epochs_are_those_of_one_device(name, limit, grid):
     found: list[list[list[int]]] = [[], [], []]
     for handle, parts in epochs(loader(STREAMS[name](), grid), 0, 3, limit):
         assert [len(part) for part in parts] == [GLOBAL_BATCH // grid.global_microbatches] * grid.global_microbatches
@@ -237,7 +237,7 @@ def test_the_global_batches_of_all_epochs_are_those_of_one_device(name: str, lim
 
 
 @pytest.mark.parametrize("limit", [None, 3], ids=["to the end", "limited"])
-def test_with_processes_that_read_in_turns_the_batches_are_those_of_one_device(limit: int | None) -> None:
+def test_with_processes_that_read_in_turns_the_batches_are_those_of_one_device(limit):
     source = loader(BeginningAnew(), GRIDS[1], num_workers=2)
     found: list[list[list[int]]] = [[], []]
     for handle, parts in epochs(source, 0, 2, limit):
@@ -246,20 +246,18 @@ def test_with_processes_that_read_in_turns_the_batches_are_those_of_one_device(l
     assert found == one_device(BeginningAnew(), 2, 2, limit)
 
 
-def test_microbatches_are_composed_as_those_of_data_with_addresses() -> None:
+def test_microbatches_are_composed_as_those_of_data_with_addresses():
     for grid in GRIDS:
         source = loader(BeginningAnew(), grid)
-        addressed = MicrobatchLoader(DataLoader(range(SIZE), batch_size=GLOBAL_BATCH // grid.pipelines), grid, 0, SEED)  # type: ignore[arg-type]
+        addressed = MicrobatchLoader(DataLoader(range(SIZE), batch_size=GLOBAL_BATCH // grid.pipelines), grid, 0, SEED)
         for (_, found), handle in zip(epochs(source, 0, 1, None), addressed, strict=True):
-            expected = microbatches(addressed, handle)  # type: ignore[arg-type]
+            expected = microbatches(addressed, handle)
             assert [part.tolist() for part in found] == [part.tolist() for part in expected]
 
 
 @pytest.mark.parametrize("finished", [True, False], ids=["after a step", "in a step"])
 @pytest.mark.parametrize(("name", "limit"), sampled(CASES, 4, rest=pytest.mark.long))
-def test_from_every_step_on_another_grid_goes_on_with_the_same_samples(
-    name: str, limit: int | None, finished: bool
-) -> None:
+def test_from_every_step_on_another_grid_goes_on_with_the_same_samples(name, limit, finished):
     """After a step as a resumed run does, at the start of one as a worker does that joins."""
     source = loader(STREAMS[name](), GRIDS[1])
     uninterrupted, places = read(source, 0, 3, limit)
@@ -276,7 +274,7 @@ def test_from_every_step_on_another_grid_goes_on_with_the_same_samples(
         assert further_places == places[len(places) - len(rest) :]
 
 
-def test_a_place_counts_the_batches_that_were_skipped() -> None:
+def test_a_place_counts_the_batches_that_were_skipped():
     """``on_train_batch_start`` may return -1: the batch has been read, and so is the one that Lightning is ahead."""
     source = loader(GoingOn(endless=True), GRIDS[1])
     ahead = iter(source)
@@ -305,7 +303,7 @@ class Unequal(GoingOn):
 
 
 @pytest.mark.parametrize("stream", [BeginningAnew, Unequal, OfIterators, WithoutState])
-def test_processes_go_on_from_a_place_in_the_middle_of_their_round(stream: Any) -> None:
+def test_processes_go_on_from_a_place_in_the_middle_of_their_round(stream):
     source = loader(stream(), GRIDS[1], num_workers=2)
     uninterrupted, places = read(source, 0, 2, None)
     source.close()
@@ -321,7 +319,7 @@ def test_processes_go_on_from_a_place_in_the_middle_of_their_round(stream: Any) 
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_what_a_stream_draws_depends_on_seed_epoch_and_place_only(num_workers: int) -> None:
+def test_what_a_stream_draws_depends_on_seed_epoch_and_place_only(num_workers):
     torch.manual_seed(1), random.seed(1)
     source, drawn, places = loader(Drawing(), GRIDS[1], num_workers), [], []
     for _, parts in epochs(source, 0, 2, None):
@@ -352,7 +350,7 @@ class Vectors(BeginningAnew):
 
 
 @pytest.mark.parametrize("collate", [None, own_samples], ids=["default", "the sample itself"])
-def test_the_step_before_can_be_had_again_also_across_epochs_whatever_was_done_to_its_data(collate: Any) -> None:
+def test_the_step_before_can_be_had_again_also_across_epochs_whatever_was_done_to_its_data(collate):
     grid = Grid(2, 2, 6)
     source = StreamLoader(dataloader(Vectors(), 2, collate_fn=collate), grid, SEED)
     before: tuple[StepHandle, list[Tensor]] | None = None
@@ -365,7 +363,7 @@ def test_the_step_before_can_be_had_again_also_across_epochs_whatever_was_done_t
         [part.add_(100) for part in parts]
 
 
-def test_a_batch_looked_into_too_late_is_an_error_and_in_time_it_is_the_whole() -> None:
+def test_a_batch_looked_into_too_late_is_an_error_and_in_time_it_is_the_whole():
     source = loader(BeginningAnew(), GRIDS[1])
     handles = []
     for handle, parts in epochs(source, 0, 1, None):
@@ -378,7 +376,7 @@ def test_a_batch_looked_into_too_late_is_an_error_and_in_time_it_is_the_whole() 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_an_evaluation_has_the_batches_of_one_device_every_time(num_workers: int, drop_last: bool) -> None:
+def test_an_evaluation_has_the_batches_of_one_device_every_time(num_workers, drop_last):
     options: dict[str, Any] = {"num_workers": num_workers, "drop_last": drop_last}
     source = StreamLoader(dataloader(GoingOn(), 2, **options), GRIDS[1], SEED, evaluation=True)
     expected = [batch.tolist() for batch in DataLoader(GoingOn(), batch_size=GLOBAL_BATCH, **options)]
@@ -401,7 +399,7 @@ class WithLength(BeginningAnew):
         return self.length
 
 
-def test_the_length_is_that_of_the_stream_in_steps() -> None:
+def test_the_length_is_that_of_the_stream_in_steps():
     assert len(loader(WithLength(SIZE), GRIDS[1])) == 4
     assert len(loader(WithLength(SIZE), GRIDS[1], evaluation=True)) == 5
     with pytest.raises(TypeError, match="no len"):
@@ -410,7 +408,7 @@ def test_the_length_is_that_of_the_stream_in_steps() -> None:
         len(loader(WithLength(5), GRIDS[1]))
 
 
-def test_before_the_epoch_is_known_one_batch_is_promised_and_nothing_is_read() -> None:
+def test_before_the_epoch_is_known_one_batch_is_promised_and_nothing_is_read():
     stream = GoingOn()
     source = StreamLoader(dataloader(stream, 2), GRIDS[1], SEED)
     assert len(list(source)) == 1
@@ -422,16 +420,14 @@ class Empty(BeginningAnew):
         return islice(super().__iter__(), 5)
 
 
-def test_a_stream_of_a_training_without_one_global_batch_is_an_error() -> None:
+def test_a_stream_of_a_training_without_one_global_batch_is_an_error():
     with pytest.raises(ConfigurationError, match=r"Empty.*ended.*less than one global batch of 12 samples"):
         list(epochs(loader(Empty(), GRIDS[1]), 0, 1, None))
 
 
 def split_by_dataset(worker_id: int) -> None:
     """A ``worker_init_fn`` as PyTorch's documentation has it."""
-    info = get_worker_info()
-    assert info is not None
-    info.dataset.first = worker_id  # type: ignore[attr-defined]
+    get_worker_info().dataset.first = worker_id
 
 
 class Whose(BeginningAnew):
@@ -441,7 +437,7 @@ class Whose(BeginningAnew):
         return iter([self.first] * 2 * GLOBAL_BATCH)
 
 
-def test_a_worker_init_fn_finds_the_users_dataset() -> None:
+def test_a_worker_init_fn_finds_the_users_dataset():
     source = StreamLoader(dataloader(Whose(), 2, 2, worker_init_fn=split_by_dataset), GRIDS[1], SEED)
     found = [set(torch.cat(parts).tolist()) for _, parts in epochs(source, 0, 1, None)]
     source.close()
@@ -462,7 +458,7 @@ class Indexed(IterableDataset[int]):
         return index
 
 
-def test_an_iterable_dataset_with_indices_is_read_by_them() -> None:
+def test_an_iterable_dataset_with_indices_is_read_by_them():
     data = DataLoader(Indexed(), batch_size=6)
     assert not is_stream(data)
     source = MicrobatchLoader(data, GRIDS[1], 0, SEED)
@@ -470,27 +466,19 @@ def test_an_iterable_dataset_with_indices_is_read_by_them() -> None:
     assert [sorted(handle.read().tolist()) for handle in source] == [list(range(i, i + 12)) for i in range(0, 48, 12)]
 
 
-@pytest.mark.parametrize(
-    ("made", "words"),
-    [
-        (
-            lambda: DataLoader(GoingOn(), batch_size=6, num_workers=1, persistent_workers=True),
-            "persistent_workers=True.*GoingOn.*num_workers=0",
-        ),
-        (lambda: DataLoader(GoingOn(), batch_size=7), "batch_size=7.*num_microbatches=3"),
-        (
-            lambda: StatefulDataLoader(torch.utils.data.datapipes.iter.IterableWrapper([1]), batch_size=6),
-            "IterDataPipe.*IterableDataset",
-        ),
-    ],
-    ids=["persistent", "indivisible", "data pipe"],
-)
-def test_streams_that_cannot_be_read_again_are_refused_with_a_remedy(made: Any, words: str) -> None:
+@pytest.mark.parametrize(("made", "words"), [
+    (lambda: DataLoader(GoingOn(), batch_size=6, num_workers=1, persistent_workers=True),
+     "persistent_workers=True.*GoingOn.*num_workers=0"),
+    (lambda: DataLoader(GoingOn(), batch_size=7), "batch_size=7.*num_microbatches=3"),
+    (lambda: StatefulDataLoader(torch.utils.data.datapipes.iter.IterableWrapper([1]), batch_size=6),
+     "IterDataPipe.*IterableDataset"),
+], ids=["persistent", "indivisible", "data pipe"])  # fmt: skip
+def test_streams_that_cannot_be_read_again_are_refused_with_a_remedy(made, words):
     with pytest.raises(ConfigurationError, match=words):
         StreamLoader(made(), GRIDS[1], SEED)
 
 
-def test_a_state_of_something_else_is_refused() -> None:
+def test_a_state_of_something_else_is_refused():
     with pytest.raises(ConfigurationError, match=r"not written by strategy='recycle'.*GoingOn"):
         loader(GoingOn(), GRIDS[1]).load_state_dict({"_num_yielded": 3})
     one = loader(BeginningAnew(), GRIDS[1])
@@ -504,7 +492,7 @@ class EndsSooner(BeginningAnew):
         super().load_state_dict({"read": state["read"] + 30})
 
 
-def test_a_stream_that_does_not_keep_its_promise_is_named() -> None:
+def test_a_stream_that_does_not_keep_its_promise_is_named():
     source = loader(EndsSooner(), GRIDS[1])
     list(epochs(source, 0, 1, None))
     other = loader(EndsSooner(), GRIDS[1])
@@ -528,9 +516,7 @@ class AnotherTime(IterableDataset[Any]):
 
 
 @pytest.mark.parametrize(("same", "num_workers"), [(0, 0), (GLOBAL_BATCH + 3, 0), (2 * GLOBAL_BATCH + 3, 0), (0, 2)])
-def test_a_stream_without_state_that_gives_other_samples_again_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, same: int, num_workers: int
-) -> None:
+def test_a_stream_without_state_that_gives_other_samples_again_is_an_error(monkeypatch, same, num_workers):
     """Wherever the first other sample is, among those that are skipped or those that are needed for a redo."""
     monkeypatch.setattr(AnotherTime, "read_before", 0)
     source = loader(AnotherTime(same), GRIDS[1], num_workers=num_workers)
@@ -550,7 +536,7 @@ def test_a_stream_without_state_that_gives_other_samples_again_is_an_error(
     other.close()
 
 
-def test_the_place_in_a_stream_without_state_has_the_number_of_the_epoch() -> None:
+def test_the_place_in_a_stream_without_state_has_the_number_of_the_epoch():
     source = loader(ToldTheEpoch(), GRIDS[1])
     source.dataset.set_epoch(2)
     found, places = read(source, 2, 3, None)
@@ -563,11 +549,11 @@ def test_the_place_in_a_stream_without_state_has_the_number_of_the_epoch() -> No
     ("stream", "nothing"),
     [(GoingOn, False), (OfIterators, False), (ItsOwnIterator, False), (WithoutState, False), (SaysNothing, True)],
 )
-def test_which_streams_promise_nothing(stream: Any, nothing: bool) -> None:
+def test_which_streams_promise_nothing(stream, nothing):
     assert promises_nothing(dataloader(stream(), 1)) is nothing
 
 
-def test_digests_differ_where_samples_do() -> None:
+def test_digests_differ_where_samples_do():
     samples: list[Any] = [
         1,
         1.0,

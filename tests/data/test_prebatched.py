@@ -29,7 +29,7 @@ def loader(grid: Grid, evaluation: bool = False, **options: Any) -> GivenBatchLo
     return GivenBatchLoader(DataLoader(Numbers(), **options), grid, 0, 11, evaluation=evaluation)
 
 
-def test_each_pipeline_takes_one_batch_of_a_step_and_divides_it() -> None:
+def test_each_pipeline_takes_one_batch_of_a_step_and_divides_it():
     source = loader(Grid(2, 1, 2), batch_size=None)
     assert len(source) == 3
     first, second, _ = source
@@ -38,7 +38,7 @@ def test_each_pipeline_takes_one_batch_of_a_step_and_divides_it() -> None:
     assert [part.tolist() for part in first.read()] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-def test_an_evaluation_computes_each_batch_once_and_all_of_them() -> None:
+def test_an_evaluation_computes_each_batch_once_and_all_of_them():
     source = loader(Grid(2, 1, 2), evaluation=True, batch_size=None)
     found = [
         (microbatch, source.fetch(handle, microbatch)[0].item(), source.num_samples(handle, microbatch))
@@ -51,7 +51,7 @@ def test_an_evaluation_computes_each_batch_once_and_all_of_them() -> None:
 
 
 @pytest.mark.parametrize("pipelines", [1, 2])
-def test_the_batches_of_a_sampler_are_the_same_on_every_grid_with_as_many_pipelines_of_batches(pipelines: int) -> None:
+def test_the_batches_of_a_sampler_are_the_same_on_every_grid_with_as_many_pipelines_of_batches(pipelines):
     def read(grid: Grid) -> list[list[int]]:
         batches = Pairs(RandomSampler(range(7)), 2, True)
         source = GivenBatchLoader(DataLoader(Numbers(), batch_sampler=batches), grid, 0, 11, batch_pipelines=pipelines)
@@ -61,7 +61,7 @@ def test_the_batches_of_a_sampler_are_the_same_on_every_grid_with_as_many_pipeli
     assert read(Grid(pipelines, 1, 2)) == read(Grid(1, 1, 2 * pipelines))
 
 
-def test_what_cannot_be_divided_is_told_with_the_remedy() -> None:
+def test_what_cannot_be_divided_is_told_with_the_remedy():
     source = loader(Grid(2, 1, 3), batch_sampler=Pairs(range(7), 2, True))
     with pytest.raises(ConfigurationError, match=r"Pairs composed a batch of 2 .*num_microbatches=3.*multiple of 3"):
         source.fetch(next(iter(source)), Microbatch(0, 0))
@@ -73,7 +73,7 @@ def test_what_cannot_be_divided_is_told_with_the_remedy() -> None:
         sliced([torch.ones(4), torch.ones(3)], 0, 1 + 1)
 
 
-def test_parts_of_a_batch_are_those_of_all_its_tensors() -> None:
+def test_parts_of_a_batch_are_those_of_all_its_tensors():
     batch = {"x": torch.arange(6), "rest": [torch.arange(12).view(6, 2), None]}
     part = sliced(batch, 1, 3)
     assert part["x"].tolist() == [2, 3]
@@ -106,12 +106,9 @@ class Uneven(Dataset[Tensor]):
 
 
 @pytest.mark.parametrize("grid", [Grid(1, 1, 2), Grid(2, 1, 2)], ids=str)
-def test_divisions_are_the_places_of_samples_in_the_batch(grid: Grid) -> None:
+def test_divisions_are_the_places_of_samples_in_the_batch(grid):
     batches = [[0, 1], [2, 3, 4, 5], [6, 5], [4, 3, 2, 1]]
-    for data in (
-        DataLoader(Numbers(), batch_sampler=batches),  # type: ignore[arg-type]
-        DataLoader(Uneven(), batch_size=None),
-    ):
+    for data in (DataLoader(Numbers(), batch_sampler=batches), DataLoader(Uneven(), batch_size=None)):
         source = GivenBatchLoader(data, grid, 0, 11)
         for handle in source:
             source.begin_step(handle)
@@ -120,7 +117,7 @@ def test_divisions_are_the_places_of_samples_in_the_batch(grid: Grid) -> None:
             assert by_division(handle, parts, [len(part) for part in parts]) == whole(handle)
 
 
-def test_parts_that_returned_nothing_leave_the_others_in_order() -> None:
+def test_parts_that_returned_nothing_leave_the_others_in_order():
     source = GivenBatchLoader(DataLoader(Uneven(), batch_size=None), Grid(2, 1, 2), 0, 11)
     (places,) = source.divisions(next(iter(source)), [0, 2, 1, 0])
     assert places == [range(1), range(2, 4), range(1, 2), range(4, 6)]
@@ -128,7 +125,7 @@ def test_parts_that_returned_nothing_leave_the_others_in_order() -> None:
 
 
 @pytest.mark.parametrize("grid", [Grid(1, 1, 2), Grid(2, 1, 2)], ids=str)
-def test_every_pipeline_has_the_places_of_a_whole_batch(grid: Grid) -> None:
+def test_every_pipeline_has_the_places_of_a_whole_batch(grid):
     source = BatchIterableLoader([Uneven()[index] for index in range(4)], grid, 11)
     for handle in source:
         ordered = sorted(grid.all_microbatches(), key=lambda mb: global_index(grid, mb))

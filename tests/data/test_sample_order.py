@@ -88,7 +88,7 @@ def order(source: MicrobatchLoader, epoch: int) -> list[int]:
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_an_order_is_drawn_again_from_a_checkpoint_in_its_epoch_and_after_it(name: str) -> None:
+def test_an_order_is_drawn_again_from_a_checkpoint_in_its_epoch_and_after_it(name):
     whole = loader(**SAMPLERS[name]())
     wanted = [order(whole, epoch) for epoch in range(2)]
     state = pickle.loads(pickle.dumps(whole.order_state()))
@@ -100,7 +100,7 @@ def test_an_order_is_drawn_again_from_a_checkpoint_in_its_epoch_and_after_it(nam
 
 
 @pytest.mark.parametrize("name", [name for name in SAMPLERS if name not in ("shuffled", "from the global generators")])
-def test_an_order_that_the_users_generators_draw_is_that_of_one_device(name: str) -> None:
+def test_an_order_that_the_users_generators_draw_is_that_of_one_device(name):
     source, alone = loader(**SAMPLERS[name]()), DataLoader(Numbers(SIZE), batch_size=8, **SAMPLERS[name]())
     for epoch in range(3):
         for step, batch in enumerate(islice(alone, STEPS)):  # Lightning asks for no more
@@ -108,7 +108,7 @@ def test_an_order_that_the_users_generators_draw_is_that_of_one_device(name: str
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_a_replacement_has_the_order_of_its_donor_and_goes_on_from_it(name: str) -> None:
+def test_a_replacement_has_the_order_of_its_donor_and_goes_on_from_it(name):
     donor, joiner = loader(**SAMPLERS[name]()), loader(pipeline=1, **SAMPLERS[name]())
     for source in (donor, joiner):
         source.set_epoch(0)
@@ -119,14 +119,14 @@ def test_a_replacement_has_the_order_of_its_donor_and_goes_on_from_it(name: str)
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_further_rounds_of_an_epoch_are_drawn_in_turn_when_it_resumes(name: str) -> None:
+def test_further_rounds_of_an_epoch_are_drawn_in_turn_when_it_resumes(name):
     whole, resumed = loader(**SAMPLERS[name]()), loader(**SAMPLERS[name]())
     wanted = [whole._addresses(0, step) for step in range(3 * STEPS)]
     resumed.load_order_state(whole.order_state())
     assert [resumed._addresses(0, step) for step in range(2 * STEPS, 3 * STEPS)] == wanted[2 * STEPS :]
 
 
-def test_a_loader_that_the_user_gives_anew_for_the_epoch_begins_as_given() -> None:
+def test_a_loader_that_the_user_gives_anew_for_the_epoch_begins_as_given():
     whole, resumed = loader(sampler=Counts(SIZE)), loader(sampler=Counts(SIZE))
     first = order(whole, 0)
     order(whole, 1)
@@ -134,7 +134,7 @@ def test_a_loader_that_the_user_gives_anew_for_the_epoch_begins_as_given() -> No
     assert order(resumed, 2) == first
 
 
-def test_what_is_large_and_unchanged_is_in_no_state_and_what_a_sampler_reads_neither() -> None:
+def test_what_is_large_and_unchanged_is_in_no_state_and_what_a_sampler_reads_neither():
     sampler = Draws(Numbers(SIZE))
     taker = SamplerState(sampler)
     list(sampler)
@@ -144,30 +144,30 @@ def test_what_is_large_and_unchanged_is_in_no_state_and_what_a_sampler_reads_nei
     assert not any(path.startswith("data") for path in taker.take())
 
 
-def test_a_long_list_is_in_the_state_once_it_has_changed() -> None:
+def test_a_long_list_is_in_the_state_once_it_has_changed():
     sampler = Counts(SIZE)
-    sampler.indices = list(range(10_000))  # type: ignore[attr-defined]
+    sampler.indices = list(range(10_000))
     taker, other = SamplerState(sampler), Counts(SIZE)
     assert "indices" not in taker.take()
-    sampler.indices.append(7)  # type: ignore[attr-defined]
+    sampler.indices.append(7)
     SamplerState(other).load(taker.take())
-    assert other.indices == sampler.indices  # type: ignore[attr-defined]
+    assert other.indices == sampler.indices
 
 
-def test_a_state_can_be_loaded_without_trust(tmp_path: Any) -> None:
+def test_a_state_can_be_loaded_without_trust(tmp_path):
     source = loader(sampler=Draws(Numbers(SIZE)))
     order(source, 0)
     torch.save(source.order_state(), tmp_path / "state")
     torch.load(tmp_path / "state", weights_only=True)
 
 
-def test_an_iterator_that_a_sampler_keeps_is_named() -> None:
+def test_an_iterator_that_a_sampler_keeps_is_named():
     sampler = Counts(SIZE)
-    sampler.endless = iter([1, 2])  # type: ignore[attr-defined]
+    sampler.endless = iter([1, 2])
     assert loader(sampler=sampler).lost_state == ["Counts.endless"]
 
 
-def test_workers_with_other_samples_lengths_or_orders_are_refused_by_name() -> None:
+def test_workers_with_other_samples_lengths_or_orders_are_refused_by_name():
     seeded = torch.Generator().manual_seed
     same = [loader(pipeline=d, sampler=Counts(SIZE)).facts() for d in (0, 1)]
     compare([[facts] for facts in same])
@@ -178,7 +178,7 @@ def test_workers_with_other_samples_lengths_or_orders_are_refused_by_name() -> N
         compare([[loader(sampler=WeightedRandomSampler(weights, SIZE, generator=seeded(d))).facts()] for d in (0, 1)])
 
 
-def test_other_classes_and_numbers_of_loaders_are_named() -> None:
+def test_other_classes_and_numbers_of_loaders_are_named():
     class Words(Numbers):
         pass
 
@@ -188,7 +188,7 @@ def test_other_classes_and_numbers_of_loaders_are_named() -> None:
         compare([[loader(Numbers(SIZE)).facts()] * count for count in (1, 2)])
 
 
-def test_a_replacement_whose_samples_are_others_is_refused() -> None:
+def test_a_replacement_whose_samples_are_others_is_refused():
     donor, joiner = loader(Numbers(SIZE)), loader(Numbers(SIZE, 1))
     donor.facts()
     with pytest.raises(ConfigurationError, match="Numbers must be the same in every process"):
@@ -196,7 +196,7 @@ def test_a_replacement_whose_samples_are_others_is_refused() -> None:
 
 
 @pytest.mark.parametrize("processes", [0, 1])
-def test_a_replacement_has_the_samples_of_a_dataset_that_hooks_have_changed(processes: int) -> None:
+def test_a_replacement_has_the_samples_of_a_dataset_that_hooks_have_changed(processes):
     donor, joiner = (loader(Numbers(SIZE), num_workers=processes) for _ in range(2))
     donor.facts()
     for source in (donor, joiner):
@@ -205,13 +205,13 @@ def test_a_replacement_has_the_samples_of_a_dataset_that_hooks_have_changed(proc
 
 
 @pytest.mark.parametrize("processes", [0, 1])
-def test_samples_that_differ_with_each_reading_are_not_compared_but_named(processes: int) -> None:
+def test_samples_that_differ_with_each_reading_are_not_compared_but_named(processes):
     with pytest.warns(UserWarning, match="OwnGenerator gives another sample"):
         facts = [[loader(OwnGenerator(), num_workers=processes).facts()] for _ in range(2)]
     compare(facts)
 
 
-def test_an_index_may_be_a_list_which_the_dataset_reads_at_once() -> None:
+def test_an_index_may_be_a_list_which_the_dataset_reads_at_once():
     batches = BatchSampler(Counts(SIZE), batch_size=4, drop_last=True)
     grid = Grid(pipelines=2, stages=1, microbatches=2)
     given = DataLoader(Numbers(SIZE), batch_size=None, sampler=batches)

@@ -40,7 +40,7 @@ def jitter(samples: list[Any]) -> Any:
     [ROWS, Subset(ROWS, [1, 2]), ConcatDataset([ROWS, ROWS]), StackDataset(ROWS, ROWS), StackDataset(a=ROWS)],
     ids=lambda dataset: type(dataset).__name__,
 )
-def test_rows_of_tensors_draw_nothing(dataset: Any) -> None:
+def test_rows_of_tensors_draw_nothing(dataset):
     assert draws_nothing(dataset, default_collate)
     assert not draws_nothing(dataset, jitter)
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
@@ -50,23 +50,19 @@ def test_rows_of_tensors_draw_nothing(dataset: Any) -> None:
     assert torch.equal(torch.get_rng_state(), before[2])
 
 
-@pytest.mark.parametrize(
-    "dataset",
-    [
-        Noisy(torch.zeros(8)),
-        Own(),
-        TensorDataset(torch.zeros(4).as_subclass(Fuzzy)),
-        Subset(Noisy(torch.zeros(8)), [1]),
-        ConcatDataset([ROWS, Noisy(torch.zeros(8))]),
-        StackDataset(ROWS, Noisy(torch.zeros(8))),
-    ],
-    ids=lambda dataset: type(dataset).__name__,
-)
-def test_the_code_of_users_may_draw(dataset: Any) -> None:
+@pytest.mark.parametrize("dataset", [
+    Noisy(torch.zeros(8)),
+    Own(),
+    TensorDataset(torch.zeros(4).as_subclass(Fuzzy)),
+    Subset(Noisy(torch.zeros(8)), [1]),
+    ConcatDataset([ROWS, Noisy(torch.zeros(8))]),
+    StackDataset(ROWS, Noisy(torch.zeros(8))),
+], ids=lambda dataset: type(dataset).__name__)  # fmt: skip
+def test_the_code_of_users_may_draw(dataset):
     assert not draws_nothing(dataset, default_collate)
 
 
-def test_what_may_draw_is_seeded_by_address() -> None:
+def test_what_may_draw_is_seeded_by_address():
     loader = MicrobatchLoader(DataLoader(Noisy(torch.zeros(8)), batch_size=4), Grid(1, 1, 2), 0, seed=1)
     loader.enter_epoch(0, 2)
     torch.manual_seed(1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -61,7 +60,7 @@ def loader(dataset: IterableDataset, grid: Grid, num_workers: int = 0) -> Stream
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_the_global_batches_of_all_epochs_are_those_of_one_device(kind: Callable[[], IterableDataset]) -> None:
+def test_the_global_batches_of_all_epochs_are_those_of_one_device(kind):
     found, _ = read(loader(kind(), GRIDS[1]), 0, 3, None)
     one_device = DataLoader(kind(), batch_size=GLOBAL_BATCH, collate_fn=numbers, drop_last=True)
     expected = [sorted(batch.tolist()) for _ in range(3) for batch in one_device]
@@ -70,9 +69,7 @@ def test_the_global_batches_of_all_epochs_are_those_of_one_device(kind: Callable
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_from_a_place_all_later_epochs_have_the_same_samples(
-    kind: Callable[[], IterableDataset], num_workers: int
-) -> None:
+def test_from_a_place_all_later_epochs_have_the_same_samples(kind, num_workers):
     source = loader(kind(), GRIDS[1], num_workers)
     uninterrupted, places = read(source, 0, 3, None)
     source.close()
@@ -88,7 +85,7 @@ def test_from_a_place_all_later_epochs_have_the_same_samples(
 
 
 @pytest.mark.parametrize("kind", [plain, shuffled], ids=lambda kind: kind.__name__)
-def test_the_epoch_that_a_user_sets_is_part_of_the_place(kind: Callable[[], IterableDataset]) -> None:
+def test_the_epoch_that_a_user_sets_is_part_of_the_place(kind):
     """Their ``set_epoch()`` lets a dataset that is shuffled have another order; a joiner has not called it."""
     dataset = kind()
     source = loader(dataset, GRIDS[1])
@@ -107,5 +104,5 @@ def test_the_epoch_that_a_user_sets_is_part_of_the_place(kind: Callable[[], Iter
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_a_shuffle_buffer_is_found_wherever_it_is(kind: Callable[[], IterableDataset]) -> None:
+def test_a_shuffle_buffer_is_found_wherever_it_is(kind):
     assert has_shuffle_buffer(kind()) == (kind in (shuffled, mixed_with_buffers))

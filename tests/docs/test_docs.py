@@ -8,14 +8,13 @@ import inspect
 import math
 import os
 import re
-import subprocess
 import sys
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pages import DOCS, PAGES, RECORDS, ROOT, Block, blocks, commands, names_in, table_under, text, without_blocks
+from pages import DOCS, PAGES, RECORDS, ROOT, blocks, commands, names_in, table_under, text, without_blocks
+from support.scripts import completed
 
 import lightning_recycle
 from lightning_recycle import PipelineModule, callbacks
@@ -38,9 +37,7 @@ INTERNAL_PAGES = ["architecture.md", "extending.md", "paper.md", *DECISIONS]
 
 # ---------------------------------------------------------------------- python
 
-NOT_RUN = {
-    "trainer.strategy.move_layers(": "it needs a run; tests/integration/test_moving_layers.py makes it",
-}
+NOT_RUN = {"trainer.strategy.move_layers(": "it needs a run; tests/integration/test_moving_layers.py makes it"}
 """Blocks that no test executes, by a line of them, and why; what they import is there."""
 
 FIT = "\ntrainer.fit(model, data)"
@@ -66,32 +63,26 @@ for script in sys.argv[1:]:
 
 
 @pytest.mark.long
-def test_complete_scripts_run(tmp_path: Path) -> None:
+def test_complete_scripts_run(tmp_path):
     for block in blocks("python"):
         if block.title:
             (tmp_path / block.title).write_text(block.code)
     titles = [title for title, words in OUTPUTS.items() if words]
-    done = subprocess.run(
-        [sys.executable, "-c", ONE_AFTER_THE_OTHER, *titles],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
+    command = [sys.executable, "-c", ONE_AFTER_THE_OTHER, *titles]
+    done = completed(command, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=250)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}"
     printed = re.split(r"^===== \S+$", done.stdout, flags=re.M)[1:]
     for title, output in zip(titles, printed, strict=True):
         assert all(words in output for words in OUTPUTS[title] or ()), f"{title}\n{output}"
 
 
-def test_every_complete_script_is_run() -> None:
+def test_every_complete_script_is_run():
     assert {block.title for block in blocks("python") if block.title} == OUTPUTS.keys()
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("block", [b for b in blocks("python") if not b.title], ids=lambda block: block.place)
-def test_other_examples_run(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_examples_run(block, tmp_path, monkeypatch):
     """Each for itself; they start no training."""
     compiled = compile(block.code.replace(FIT, ""), block.place, "exec")
     if not any(line in block.code for line in NOT_RUN):
@@ -103,7 +94,6 @@ def test_other_examples_run(block: Block, tmp_path: Path, monkeypatch: pytest.Mo
             for alias in node.names:
                 assert importlib.util.find_spec(alias.name), f"{block.place}: {alias.name}"
         elif isinstance(node, ast.ImportFrom):
-            assert node.module is not None
             module = importlib.import_module(node.module)
             for alias in node.names:
                 assert hasattr(module, alias.name), f"{block.place}: {node.module}.{alias.name}"
@@ -113,7 +103,7 @@ def test_other_examples_run(block: Block, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(("place", "words"), commands(), ids=lambda value: value if isinstance(value, str) else "")
-def test_commands_exist(place: str, words: list[str]) -> None:
+def test_commands_exist(place, words):
     program, *arguments = words
     if program == "make":
         assert arguments[0] in re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
@@ -148,7 +138,7 @@ def configured_commands() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "settings"), configured_commands())
-def test_settings_of_commands_exist(name: str, settings: list[str]) -> None:
+def test_settings_of_commands_exist(name, settings):
     from hydra import compose, initialize_config_dir
 
     importlib.import_module("lightning_recycle.conf")
@@ -159,11 +149,11 @@ def test_settings_of_commands_exist(name: str, settings: list[str]) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_commands_named_in_a_text_are_installed(page: str) -> None:
+def test_commands_named_in_a_text_are_installed(page):
     assert set(re.findall(r"(?<![\w/-])recycle-[a-z]+\b", text(page))) <= SCRIPTS
 
 
-def test_every_installed_command_is_documented() -> None:
+def test_every_installed_command_is_documented():
     everything = "".join(map(text, PAGES))
     assert {name for name in SCRIPTS if name not in everything} == set()
 
@@ -172,7 +162,7 @@ def test_every_installed_command_is_documented() -> None:
     ("page", "table", "command"),
     [("operations.md", "option", standalone), ("machines.md", "option of recycle-run", recycle_run)],
 )
-def test_the_options_of_the_commands_are_all_there(page: str, table: str, command: Any) -> None:
+def test_the_options_of_the_commands_are_all_there(page, table, command):
     documented = {option.split()[0] for row in table_under(page, table) for option in names_in(row[0])}
     actions = [a for a in command._parser()._actions if a.option_strings and a.help != argparse.SUPPRESS]
     assert documented == {a.option_strings[0] for a in actions if a.option_strings[0] not in ("-h", "--version")}
@@ -192,7 +182,7 @@ def anchors(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", [*PAGES, *RECORDS])
-def test_links_lead_somewhere(page: str) -> None:
+def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", without_blocks(page)):
         if re.match(r"https?://", target):
             continue
@@ -206,7 +196,7 @@ def test_links_lead_somewhere(page: str) -> None:
 # ---------------------------------------------------------------------- names
 
 
-def test_every_public_name_is_in_the_api() -> None:
+def test_every_public_name_is_in_the_api():
     documented = set(re.findall(r"^::: (\S+)", text("api.md"), re.M))
     public = {f"lightning_recycle.{name}" for name in lightning_recycle.__all__}
     public |= {f"lightning_recycle.callbacks.{name}" for name in callbacks.__all__}
@@ -228,7 +218,7 @@ def resolve(path: str) -> Any:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("api")])
-def test_the_api_pages_name_what_exists(page: str) -> None:
+def test_the_api_pages_name_what_exists(page):
     named = re.findall(r"^::: (\S+)\n((?: .*\n|\n)*)", text(page) + "\n", re.M)
     assert named
     for path, options in named:
@@ -238,11 +228,11 @@ def test_the_api_pages_name_what_exists(page: str) -> None:
         assert [name for name in listed if not hasattr(found, name)] == []
 
 
-def test_the_page_of_options_is_that_of_the_code() -> None:
+def test_the_page_of_options_is_that_of_the_code():
     assert text("options.md") == module_of("option_tables").page(), "run python docs/option_tables.py"
 
 
-def test_every_option_is_on_the_page_of_options() -> None:
+def test_every_option_is_on_the_page_of_options():
     tables = text("options.md").split("\n## ")[1:]
     by_class = {table.partition(" ")[0].split("\n")[0]: set(names_in(table)) for table in tables}
     for name, shown in by_class.items():
@@ -257,25 +247,24 @@ def variables(content: str) -> set[str]:
     return set(re.findall(r"(?<![A-Z_])RECYCLE_[A-Z]+(?:_[A-Z]+)*", content))
 
 
-def test_the_environment_variables_are_those_of_the_code() -> None:
+def test_the_environment_variables_are_those_of_the_code():
     documented = {name for row in table_under("operations.md", "variable") for name in names_in(row[0])}
     assert documented == variables(SOURCE) == set(VARIABLES)
     assert set().union(*(variables(text(page)) for page in PAGES)) <= documented
 
 
-def test_the_kinds_of_faults_are_those_of_the_code() -> None:
+def test_the_kinds_of_faults_are_those_of_the_code():
     assert tuple(name for row in table_under("faults.md", "kind") for name in names_in(row[0])) == KINDS
     assert [point for point in POINTS if f"`{point}`" not in text("fault_injection.md")] == []
 
 
-def test_the_faults_of_the_examples_are_those_of_the_configuration() -> None:
+def test_the_faults_of_the_examples_are_those_of_the_configuration():
     line = re.search(r"`faults=(\w+)`,\n?([^.]*)\.", text("fault_injection.md"))
-    assert line is not None
     named = {line.group(1), *names_in(line.group(2))}
     assert named == {path.stem for path in (ROOT / "conf" / "faults").glob("*.yaml")}
 
 
-def test_the_events_are_those_of_the_code() -> None:
+def test_the_events_are_those_of_the_code():
     code = "\n".join(path.read_text() for path in (PACKAGE / "control").rglob("*.py"))
     recorded = set(re.findall(r"(?:\bRecord|\bself\.add|_history\.add|_notes\.append)\((?:\()?\s*\"(\w+)\"", code))
     recorded |= {phase.value for phase in SavePhase}
@@ -283,7 +272,7 @@ def test_the_events_are_those_of_the_code() -> None:
     assert {name for row in table_under("events.md", "event") for name in names_in(row[0])} == recorded
 
 
-def test_the_metrics_are_those_of_the_code() -> None:
+def test_the_metrics_are_those_of_the_code():
     counters = {"live_workers", *History(Grid(1, 1, 1)).counters}
     counters |= set(re.findall(r"counters\[\"(\w+)\"\]", SOURCE))
     documented = {name for row in table_under("events.md", "metric") for name in names_in(row[0])}
@@ -291,11 +280,11 @@ def test_the_metrics_are_those_of_the_code() -> None:
 
 
 @pytest.mark.parametrize(("header", "states"), [("state in a step", StepState), ("state of a rank", Standing)])
-def test_the_states_of_the_protocol_are_those_of_the_code(header: str, states: type[Enum]) -> None:
+def test_the_states_of_the_protocol_are_those_of_the_code(header, states):
     assert table_under("architecture.md", header) == [[state.name, state.value] for state in states]
 
 
-def test_the_rooms_are_those_of_the_tree_and_begin_where_the_page_says() -> None:
+def test_the_rooms_are_those_of_the_tree_and_begin_where_the_page_says():
     rows = table_under("architecture.md", "room")
     rooms = {room.strip("/"): names_in(row[2]) for row in rows for room in names_in(row[0])}
     packages = {path.parent.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("__init__.py")} - {"."}
@@ -313,7 +302,7 @@ def test_the_rooms_are_those_of_the_tree_and_begin_where_the_page_says() -> None
             assert re.search(rf"^(?:class|def) {name}\b", source, re.M), f"{row[0]}: {name}"
 
 
-def test_paths_of_modules_on_internal_pages_exist_and_no_two_modules_share_a_name() -> None:
+def test_paths_of_modules_on_internal_pages_exist_and_no_two_modules_share_a_name():
     modules = [path.relative_to(PACKAGE).with_suffix("") for path in PACKAGE.rglob("*.py") if path.stem != "__init__"]
     assert len({path.name for path in modules}) == len(modules)
     for page in INTERNAL_PAGES:
@@ -322,31 +311,31 @@ def test_paths_of_modules_on_internal_pages_exist_and_no_two_modules_share_a_nam
 
 
 @pytest.mark.parametrize("page", INTERNAL_PAGES)
-def test_names_of_the_code_on_internal_pages_are_in_the_code(page: str) -> None:
+def test_names_of_the_code_on_internal_pages_are_in_the_code(page):
     for name in re.findall(r"`(?:\w+\.)*(\w+)(?:\([^`]*\))?`", without_blocks(page)):
         assert re.search(rf"\b{name}\b", SOURCE), f"{page}: {name}"
 
 
-def test_names_in_the_picture_of_the_architecture_are_in_the_code() -> None:
+def test_names_in_the_picture_of_the_architecture_are_in_the_code():
     shown = " ".join(re.findall(r">([^<]+)<", (DOCS / "images" / "architecture.svg").read_text()))
     names = re.findall(r"\b(?:[A-Z][a-z]+){2,}\b|\b[a-z]+_[a-z_]+\b", shown)
     assert len(names) > 10
     assert [name for name in names if not re.search(rf"\b{name}\b", SOURCE)] == []
 
 
-def test_the_exit_codes_are_those_of_the_code() -> None:
+def test_the_exit_codes_are_those_of_the_code():
     codes = [int(row[0]) for row in table_under("operations.md", "exit code of a worker")]
     assert codes == [0, EXIT_RAISED, EXIT_LOST_COORDINATOR, EXIT_STOPPED, EXIT_LEFT]
     assert f"exit code {EXIT_LOST_COORDINATOR}" in text("faults.md")
 
 
-def test_the_hooks_exist() -> None:
+def test_the_hooks_exist():
     for row in table_under("pipeline_modules.md", "in a LightningModule"):
         for name in re.findall(r"`(\w+)(?:\([^`]*\))?`", " ".join(row)):
             assert hasattr(PipelineModule, name) or name in ("train_loss", "val_loss", "test_loss", "batch"), name
 
 
-def test_defaults_that_are_written_down_are_the_defaults() -> None:
+def test_defaults_that_are_written_down_are_the_defaults():
     signatures = {
         "HeartbeatCallback": inspect.signature(HeartbeatCallback).parameters,
         "ReCycleStrategy": inspect.signature(lightning_recycle.ReCycleStrategy).parameters,
@@ -363,7 +352,7 @@ def test_defaults_that_are_written_down_are_the_defaults() -> None:
 # ---------------------------------------------------------------------- numbers
 
 
-def test_the_table_of_grids_follows_its_formula() -> None:
+def test_the_table_of_grids_follows_its_formula():
     rows = table_under("choosing_a_grid.md", "D | S | M")
     assert len(rows) >= 4
     for *numbers, free in rows:
@@ -372,7 +361,7 @@ def test_the_table_of_grids_follows_its_formula() -> None:
         assert free == ("yes" if load <= room else "no")
 
 
-def test_the_comparison_has_no_figure_of_its_own() -> None:
+def test_the_comparison_has_no_figure_of_its_own():
     sources = text("../benchmarks/RESULTS.md") + text("../benchmarks/SIMULATED.md")
     known = {figure.lstrip("0") for figure in re.findall(r"[\d.,]*\d", sources)}
     prose = re.sub(r"\]\([^)]*\)|arXiv [\d.]+|Apache-[\d.]+", "", without_blocks("comparison.md"))
@@ -386,14 +375,12 @@ def test_the_comparison_has_no_figure_of_its_own() -> None:
 
 def module_of(name: str) -> Any:
     spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def test_docstrings_become_markdown() -> None:
+def test_docstrings_become_markdown():
     docstring = (
         "See :class:`~lightning_recycle.planning.Grid` and :func:`other`::\n\n"
         "    =====  =======\n    a      b\n    =====  =======\n    ``x``  y | z\n    =====  =======\n\n"
@@ -406,7 +393,7 @@ def test_docstrings_become_markdown() -> None:
     )
 
 
-def test_the_site_links_to_the_repository_once_it_has_an_address(tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_site_links_to_the_repository_once_it_has_an_address(tmp_path, monkeypatch):
     hook = module_of("site")
     monkeypatch.setattr(hook, "_ROOT", tmp_path)
     (tmp_path / "pyproject.toml").write_text("[project]\n")
@@ -416,7 +403,7 @@ def test_the_site_links_to_the_repository_once_it_has_an_address(tmp_path: Path,
     assert link["link"] == "https://host/owner/name"
 
 
-def test_a_site_that_loads_something_from_elsewhere_is_refused(tmp_path: Path) -> None:
+def test_a_site_that_loads_something_from_elsewhere_is_refused(tmp_path):
     from mkdocs.exceptions import PluginError
 
     hook = module_of("site")
@@ -429,13 +416,13 @@ def test_a_site_that_loads_something_from_elsewhere_is_refused(tmp_path: Path) -
             hook.on_post_build({"site_dir": tmp_path})
 
 
-def test_pictures_lead_to_their_files_to_be_enlarged() -> None:
+def test_pictures_lead_to_their_files_to_be_enlarged():
     html = module_of("site").on_page_content('<p><img alt="a" src="images/a.svg" /> and text</p>')
     picture = '<img alt="a" src="images/a.svg" />'
     assert html == f'<p><a class="enlarge" href="images/a.svg" title="Enlarge">{picture}</a> and text</p>'
 
 
-def test_long_names_in_tables_can_be_broken() -> None:
+def test_long_names_in_tables_can_be_broken():
     name, short = "<code>flags::test_something_long</code>", "<code>a_b --of-it</code>"
     html = module_of("site").on_page_content(f"<p>{name}</p><td>{name} {short}</td>")
     broken = "<code>flags::<wbr>test_<wbr>something_<wbr>long</code>"
@@ -443,7 +430,7 @@ def test_long_names_in_tables_can_be_broken() -> None:
     assert html == f"<p>{name}</p><td>{broken} {whole}</td>"
 
 
-def test_links_to_files_outside_lead_to_their_pages() -> None:
+def test_links_to_files_outside_lead_to_their_pages():
     hook = module_of("site")
     page = type("Page", (), {"file": type("File", (), {"src_uri": "index.md"})})
     assert hook.on_page_markdown("[m](../benchmarks/RESULTS.md#planning)", page) == "[m](results.md#planning)"
@@ -455,7 +442,7 @@ def test_links_to_files_outside_lead_to_their_pages() -> None:
 # ---------------------------------------------------------------------- works with
 
 
-def test_every_test_on_the_page_works_with_exists() -> None:
+def test_every_test_on_the_page_works_with_exists():
     tests = "\n".join(path.read_text() for path in (ROOT / "tests/works_with").glob("test_*.py"))
     named = re.findall(r"`((?:tests/\S+\.py)|test_\w+)`", text("works_with.md"))
     assert set(re.findall(r"^def (test_\w+)", tests, re.M)) <= set(named)
@@ -463,7 +450,7 @@ def test_every_test_on_the_page_works_with_exists() -> None:
         assert (ROOT / name).is_file() if "/" in name else f"def {name}(" in tests, name
 
 
-def test_docstrings_of_the_package_begin_with_a_line_of_eighty_characters_at_most() -> None:
+def test_docstrings_of_the_package_begin_with_a_line_of_eighty_characters_at_most():
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):

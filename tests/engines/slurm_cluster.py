@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
+from support.scripts import completed
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "scancel", "sinfo")
 PACKAGES = "slurmctld slurmd slurm-client munge"
@@ -152,9 +153,8 @@ class Cluster:
 
     def call(self, *command: str, seconds: float = 60.0) -> str:
         """What a command of SLURM prints; it must succeed."""
-        done = subprocess.run(
-            command, env=self.environment, capture_output=True, text=True, timeout=seconds, check=False
-        )
+        env = self.environment
+        done = completed(command, env=env, timeout=seconds)
         assert done.returncode == 0, (command, done.stdout, done.stderr)
         return done.stdout
 
@@ -163,15 +163,9 @@ class Cluster:
     ) -> int:
         """Submits a batch script; returns the number of the job."""
         command = ["sbatch", "--parsable", *options, str(script), *arguments]
-        done = subprocess.run(
-            command,
-            env={**self.environment, **(environment or {})},
-            cwd=script.parent,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        env = {**self.environment, **(environment or {})}
+        cwd = script.parent
+        done = completed(command, env=env, cwd=cwd, timeout=60)
         assert done.returncode == 0, done.stderr
         return int(done.stdout)
 
@@ -186,8 +180,7 @@ class Cluster:
 
         def reached() -> bool:
             nonlocal found
-            found = self.job(number)
-            return found["JobState"] in states
+            return self.job(number)["JobState"] in states
 
         self._await(reached, f"job {number} to be {' or '.join(states)}", seconds, lambda: str(found))
         return found
@@ -214,16 +207,10 @@ class Cluster:
             )
 
     def _idle(self) -> int:
-        done = subprocess.run(
-            ["sinfo", "--noheader", "--Node", "--partition=work", "--states=idle"],
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = completed(["sinfo", "--noheader", "--Node", "--partition=work", "--states=idle"], env=self.environment)
         return len(done.stdout.splitlines())
 
-    def _await(self, condition, what: str, seconds: float = 30.0, said=lambda: "") -> None:  # type: ignore[no-untyped-def]
+    def _await(self, condition, what: str, seconds: float = 30.0, said=lambda: "") -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, f"waited {seconds:g} s for {what}. {said()}\n{self.logs()}"

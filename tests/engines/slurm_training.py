@@ -54,8 +54,7 @@ class Slow(Regression):
 
 class SlowMembers(Slow, Divided):
     def on_train_start(self) -> None:
-        strategy: Any = self.trainer.strategy
-        print(f"position {strategy.grid_rank // 2} is on {os.environ['SLURMD_NODENAME']}", flush=True)
+        print(f"position {self.trainer.strategy.grid_rank // 2} is on {os.environ['SLURMD_NODENAME']}", flush=True)
 
 
 def main() -> None:

@@ -16,14 +16,13 @@ from pathlib import Path
 
 import pytest
 from support.sampling import sampled
-from support.scripts import COORDINATOR
+from support.scripts import COORDINATOR, RECYCLE_RUN
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "operations.md"
 KEY = "a secret of 16 bytes or more"
 COLUMNS = ("worker", "coordinator", "launcher", "run")
 PATIENCE = 300.0  # seconds; many starts of Python on a busy machine
-AGENT = [sys.executable, "-m", "lightning_recycle.engines.recycle_run"]
 WAITING = ["sh", "-c", "echo ready; exec sleep 100"]
 Statuses = dict[str, int]
 
@@ -51,21 +50,15 @@ class Process:
     """A process whose output is read as it comes."""
 
     def __init__(self, *command: str, **environment: str) -> None:
-        self.popen = subprocess.Popen(
-            command,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-            cwd=HERE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+        pipe, same = subprocess.PIPE, subprocess.STDOUT
+        self.popen = subprocess.Popen(command, env=env, cwd=HERE, stdout=pipe, stderr=same, text=True)
         self.lines: list[str] = []
         self._news = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def _read(self) -> None:
-        assert self.popen.stdout is not None
         for line in self.popen.stdout:
             with self._news:
                 self.lines.append(line)
@@ -117,6 +110,13 @@ class Run:
     def workers(self, stages: int, steps: int, seconds: float, *words: str) -> list[Process]:
         return [self.worker(stages, steps, seconds, *words) for _ in range(2)]
 
+    def begun(self, stages: int, steps: int, seconds: float, word: str) -> tuple[Process, list[Process]]:
+        """A coordinator and two workers, the first of which has said ``word``."""
+        coordinator = self.listening()
+        workers = self.workers(stages, steps, seconds)
+        workers[0].until(word)
+        return coordinator, workers
+
     def launcher(self, stages: int, steps: int, seconds: float, *words: str, **environment: str) -> Process:
         """A launching process; the workers are its own."""
         script = ["ending_script.py", str(stages), str(steps), str(seconds), *words]
@@ -124,14 +124,14 @@ class Run:
 
     def agent(self, *words: str) -> Process:
         """A recycle-run, once its worker says that it is ready."""
-        process = self.start(*AGENT, *words, RECYCLE_COORDINATOR="127.0.0.1:9", RECYCLE_KEY=KEY)
+        process = self.start(*RECYCLE_RUN, *words, RECYCLE_COORDINATOR="127.0.0.1:9", RECYCLE_KEY=KEY)
         process.until("ready")
         return process
 
     def of_workers(self, *ends: str, options: tuple[str, ...] = ()) -> int:
         """How recycle-run ends whose workers end like that: commands of a shell."""
         choice = "; ".join(f'[ "$LOCAL_RANK" = {n} ] && {end}' for n, end in enumerate(ends))
-        command = [*AGENT, *options, "--nproc-per-node", str(len(ends)), "--", "sh", "-c", f"{choice}; true"]
+        command = [*RECYCLE_RUN, *options, "--nproc-per-node", str(len(ends)), "--", "sh", "-c", f"{choice}; true"]
         return self.start(*command, RECYCLE_COORDINATOR="127.0.0.1:9", RECYCLE_KEY=KEY).status()
 
     def end(self) -> None:
@@ -168,9 +168,7 @@ def finished(run: Run) -> Statuses:
 
 
 def a_worker_was_lost(run: Run) -> Statuses:
-    coordinator = run.listening()
-    workers = run.workers(1, 12, 0.3)
-    workers[0].until("step 3")
+    coordinator, workers = run.begun(1, 12, 0.3, "step 3")
     workers[0].popen.kill()
     return {
         "worker": workers[1].status(),
@@ -222,9 +220,7 @@ def another_run(run: Run) -> Statuses:
 
 
 def stage_lost(run: Run) -> Statuses:
-    coordinator = run.listening()
-    workers = run.workers(2, 50, 0.2)
-    workers[0].until("step 2")
+    coordinator, workers = run.begun(2, 50, 0.2, "step 2")
     workers[0].popen.kill()
     launcher = run.launcher(2, 50, 0.2)
     os.kill(int(launcher.until("step 2 rank 1").split()[-1]), signal.SIGKILL)
@@ -253,9 +249,7 @@ def killed(run: Run) -> Statuses:
 
 
 def evicted(run: Run) -> Statuses:
-    coordinator = run.listening()
-    workers = run.workers(1, 20, 0.2)
-    workers[0].until("step 2")
+    coordinator, workers = run.begun(1, 20, 0.2, "step 2")
     workers[0].popen.send_signal(signal.SIGSTOP)
     assert workers[1].status() == 0
     status = coordinator.status()
@@ -268,9 +262,7 @@ def evicted(run: Run) -> Statuses:
 
 
 def coordinator_lost(run: Run) -> Statuses:
-    coordinator = run.listening()
-    workers = run.workers(1, 50, 0.2)
-    workers[0].until("step 1")
+    coordinator, workers = run.begun(1, 50, 0.2, "step 1")
     coordinator.popen.kill()
     first, second = (worker.status() for worker in workers)
     assert first == second
@@ -279,9 +271,7 @@ def coordinator_lost(run: Run) -> Statuses:
 
 def told_to_end(number: int) -> Callable[[Run], Statuses]:
     def end(run: Run) -> Statuses:
-        coordinator = run.listening()
-        workers = run.workers(1, 30, 0.2)
-        workers[0].until("step 2")
+        coordinator, workers = run.begun(1, 30, 0.2, "step 2")
         workers[0].popen.send_signal(number)
         status = workers[0].status()
         if number == signal.SIGTERM:
@@ -315,7 +305,7 @@ def port_in_use(run: Run) -> Statuses:
         return {
             "coordinator": run.coordinator(listen=at).status(),
             "launcher": run.launcher(1, 3, 0.0, RECYCLE_LISTEN=at, RECYCLE_KEY=KEY).status(),
-            "run": run.start(*AGENT, "--coordinator", at, "--", *WAITING).status(),
+            "run": run.start(*RECYCLE_RUN, "--coordinator", at, "--", *WAITING).status(),
         }
 
 
@@ -358,10 +348,6 @@ def does_not_end(run: Run) -> Statuses:
     return {"run": agent.status()}
 
 
-def given_up(run: Run) -> Statuses:
-    return {"run": run.of_workers("kill -9 $$", options=("--max-restarts", "1"))}
-
-
 WAYS: dict[str, Callable[[Run], Statuses]] = {
     "the run finished": finished,
     "the same, after a worker was lost": a_worker_was_lost,
@@ -380,15 +366,15 @@ WAYS: dict[str, Callable[[Run], Statuses]] = {
     "another version": another_version,
     "no coordinator within `RECYCLE_CONNECT_SECONDS`": nobody_there,
     "a stage has no worker within `--start-timeout`": others_missing,
-    "killed repeatedly": given_up,
+    "killed repeatedly": lambda run: {"run": run.of_workers("kill -9 $$", options=("--max-restarts", "1"))},
 }
 
 
-def test_every_way_to_end_that_is_documented_is_tried_and_the_reverse() -> None:
+def test_every_way_to_end_that_is_documented_is_tried_and_the_reverse():
     assert documented().keys() == WAYS.keys()
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("way", sampled(list(WAYS), 5))
-def test_the_exit_statuses_are_those_of_the_table(way: str, run: Run) -> None:
+def test_the_exit_statuses_are_those_of_the_table(way, run):
     assert WAYS[way](run) == documented()[way]

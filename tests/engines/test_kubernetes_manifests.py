@@ -25,7 +25,7 @@ JOBSET = {  # of jobset.x-k8s.io/v1alpha2, as far as the manifest uses it
 }
 
 
-def test_the_objects_are_what_kubernetes_takes() -> None:
+def test_the_objects_are_what_kubernetes_takes():
     schemas: Any = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
     for one in documents():
         if one["kind"] != "JobSet":
@@ -35,7 +35,7 @@ def test_the_objects_are_what_kubernetes_takes() -> None:
         schemas.validate(job, schemas.latest_version(), strict=True)
 
 
-def test_the_jobset_has_fields_that_jobsets_have() -> None:
+def test_the_jobset_has_fields_that_jobsets_have():
     (jobset,) = of_kind("JobSet")
     assert jobset["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
     assert jobset["spec"].keys() <= JOBSET.keys()
@@ -47,7 +47,7 @@ def test_the_jobset_has_fields_that_jobsets_have() -> None:
         assert spec["template"]["spec"]["restartPolicy"] == "Never"  # a podFailurePolicy needs it
 
 
-def test_whoever_is_selected_exists() -> None:
+def test_whoever_is_selected_exists():
     labels: list[dict[str, str]] = [one["spec"]["selector"] for one in of_kind("Service")]
     labels += [one["spec"]["selector"]["matchLabels"] for one in of_kind("PodDisruptionBudget")]
     for policy in of_kind("NetworkPolicy"):
@@ -63,17 +63,16 @@ def test_whoever_is_selected_exists() -> None:
         assert wanted.get(JOB, "workers") in jobs()
 
 
-def test_a_worker_finds_its_run_in_the_environment_of_its_container() -> None:
+def test_a_worker_finds_its_run_in_the_environment_of_its_container():
     variables = environment("workers", FIELDS, KEY)
     found = discover(variables)
-    assert found is not None
     (service,) = of_kind("Service")
     assert found.coordinator == (service["metadata"]["name"], service["spec"]["ports"][0]["port"])
     assert (found.node, found.host, found.device) == ("node-7", "10.1.2.3", 0)
     assert found.key == KEY.encode()
 
 
-def test_the_coordinator_listens_where_the_others_look() -> None:
+def test_the_coordinator_listens_where_the_others_look():
     program, *options = container("coordinator")["command"]
     assert program == "recycle-coordinator"
     host, port = address_from(_parser().parse_args(options).listen, "--listen")
@@ -82,7 +81,7 @@ def test_the_coordinator_listens_where_the_others_look() -> None:
     assert port == service["spec"]["ports"][0]["port"] == container("coordinator")["ports"][0]["containerPort"]
 
 
-def test_the_probes_ask_for_pages_that_the_coordinator_has_where_it_has_them() -> None:
+def test_the_probes_ask_for_pages_that_the_coordinator_has_where_it_has_them():
     _, *options = container("coordinator")["command"]
     ports = {port["name"]: port["containerPort"] for port in container("coordinator")["ports"]}
     asked = {name: container("coordinator")[name]["httpGet"] for name in PROBES}
@@ -92,19 +91,18 @@ def test_the_probes_ask_for_pages_that_the_coordinator_has_where_it_has_them() -
         assert http == ("0.0.0.0", ports[get["port"]])
 
 
-def test_the_network_policy_lets_pass_what_is_needed_and_no_more() -> None:
+def test_the_network_policy_lets_pass_what_is_needed_and_no_more():
     def allowed(name: str) -> set[tuple[int, int]]:
         (policy,) = (one for one in of_kind("NetworkPolicy") if one["metadata"]["name"] == name)
         return {(rule["port"], rule.get("endPort", rule["port"])) for rule in policy["spec"]["ingress"][0]["ports"]}
 
     ports = port_range(environment("workers", FIELDS, KEY))
-    assert ports is not None
     of_workers = {(ports[0], ports[-1])}
     assert allowed("recycle") == allowed("recycle-from-spot") == {(29400, 29400)} | of_workers
     assert allowed("recycle-spot") == of_workers
 
 
-def test_the_exit_statuses_are_those_of_the_package() -> None:
+def test_the_exit_statuses_are_those_of_the_package():
     def values(job: str, action: str) -> set[int]:
         rules = jobs()[job]["podFailurePolicy"]["rules"]
         codes = [rule["onExitCodes"] for rule in rules if rule["action"] == action and "onExitCodes" in rule]
@@ -116,7 +114,7 @@ def test_the_exit_statuses_are_those_of_the_package() -> None:
     assert values("coordinator", "FailJob") == {1, 2}
 
 
-def test_a_disruption_costs_one_worker_at_a_time_and_there_is_time_to_leave() -> None:
+def test_a_disruption_costs_one_worker_at_a_time_and_there_is_time_to_leave():
     workers = jobs()["workers"]
     assert workers["parallelism"] == workers["completions"]
     (least,) = (
@@ -128,7 +126,7 @@ def test_a_disruption_costs_one_worker_at_a_time_and_there_is_time_to_leave() ->
     assert workers["template"]["spec"]["terminationGracePeriodSeconds"] >= 60
 
 
-def test_workers_on_spot_nodes_are_those_of_the_jobset_and_their_number_changes() -> None:
+def test_workers_on_spot_nodes_are_those_of_the_jobset_and_their_number_changes():
     (spot,) = of_kind("Job")
     spec = spot["spec"]
     usual, further = jobs()["workers"], spec["template"]["spec"]
@@ -137,7 +135,7 @@ def test_workers_on_spot_nodes_are_those_of_the_jobset_and_their_number_changes(
     assert "completions" not in spec  # a Job with completions does not run more pods than are left to complete
 
 
-def test_the_key_of_the_example_is_refused() -> None:
+def test_the_key_of_the_example_is_refused():
     (secret,) = of_kind("Secret")
     with pytest.raises(ConfigurationError):
         check_key(secret["stringData"]["key"].encode(), "RECYCLE_KEY")

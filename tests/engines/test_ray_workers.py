@@ -92,7 +92,7 @@ def start(group: RayWorkerGroup, rank: int, joining: bool = False) -> RayWorkerP
 
 
 @pytest.fixture
-def imitate(monkeypatch: pytest.MonkeyPatch) -> Any:
+def imitate(monkeypatch) -> Any:
     """Makes a cluster, and the group of a run of 2 x 2 positions on it."""
     groups: list[RayWorkerGroup] = []
 
@@ -117,7 +117,7 @@ def imitate(monkeypatch: pytest.MonkeyPatch) -> Any:
             pass
 
 
-def test_each_pipeline_starts_on_its_node_or_wherever_there_is_room_by_then(imitate: Any) -> None:
+def test_each_pipeline_starts_on_its_node_or_wherever_there_is_room_by_then(imitate):
     cluster, group = imitate(a=2, b=2)
     for rank in range(4):
         start(group, rank)
@@ -125,7 +125,7 @@ def test_each_pipeline_starts_on_its_node_or_wherever_there_is_room_by_then(imit
     assert cluster.calls == 4 * ["node", "run"], "where it is must be known before its training is over"
 
 
-def test_the_members_of_a_position_start_on_one_node_and_are_replaced_on_one(imitate: Any) -> None:
+def test_the_members_of_a_position_start_on_one_node_and_are_replaced_on_one(imitate):
     cluster, group = imitate(members=2, a=3, b=3, c=2, d=3)
     workers = [start(group, rank) for rank in range(8)]
     asked = [node for node, _ in cluster.asked]
@@ -138,7 +138,7 @@ def test_the_members_of_a_position_start_on_one_node_and_are_replaced_on_one(imi
     assert cluster.asked[8:] == [("e", True), ("e", True)]
 
 
-def test_members_share_a_node_also_where_other_positions_are(imitate: Any) -> None:
+def test_members_share_a_node_also_where_other_positions_are(imitate):
     cluster, group = imitate(members=2, a=6, b=2)
     for rank in range(8):
         start(group, rank)
@@ -149,16 +149,12 @@ def test_members_share_a_node_also_where_other_positions_are(imitate: Any) -> No
     assert cluster.asked[8:] == [("a", True), ("a", True)]
 
 
-def test_members_without_a_node_for_all_of_them_are_spread_with_a_warning(
-    imitate: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_members_without_a_node_for_all_of_them_are_spread_with_a_warning(imitate, caplog):
     imitate(members=2, a=4, b=2, c=1, d=1)
     assert "for all 2 processes of 1 of the positions ({'CPU': 2.0})" in caplog.text
 
 
-def test_with_room_for_enough_the_others_are_asked_for_again_to_join(
-    imitate: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_room_for_enough_the_others_are_asked_for_again_to_join(imitate, monkeypatch):
     monkeypatch.setattr(ray_workers, "_LAST_CALL_SECONDS", 0.1)
     cluster, group = imitate(least=1, a=2, b=1)
     workers = [start(group, rank) for rank in range(4)]
@@ -169,24 +165,23 @@ def test_with_room_for_enough_the_others_are_asked_for_again_to_join(
     assert start(group, 3, joining=True).describe_exit(0.0) is None
 
 
-def test_a_stage_without_enough_workers_is_waited_for(imitate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_without_enough_workers_is_waited_for(imitate, monkeypatch):
     monkeypatch.setattr(ray_workers, "_LAST_CALL_SECONDS", 0.01)
     _, group = imitate(start_timeout=0.3, least=1, a=1)
     with pytest.raises(WorkerStartError, match="no room for 4 workers"):
         [start(group, rank) for rank in range(4)]
 
 
-def test_without_room_for_all_the_start_ends_with_what_was_wanted(imitate: Any) -> None:
+def test_without_room_for_all_the_start_ends_with_what_was_wanted(imitate):
     _, group = imitate(start_timeout=0.1, a=2, b=1)
     with pytest.raises(WorkerStartError, match=r"no room for 4 workers with {'CPU': 1.0} each within 0.1 s"):
         [start(group, rank) for rank in range(4)]
 
 
 @pytest.mark.parametrize(
-    ("event", "node"),
-    [("killed", "a"), ("draining", "c"), ("gone", "c"), ("gone, and no room", None)],
+    ("event", "node"), [("killed", "a"), ("draining", "c"), ("gone", "c"), ("gone, and no room", None)]
 )
-def test_a_replacement_goes_where_the_worker_was_or_beside_nobody(imitate: Any, event: str, node: str | None) -> None:
+def test_a_replacement_goes_where_the_worker_was_or_beside_nobody(imitate, event, node):
     cluster, group = imitate(a=2, b=2, c=1.5)
     workers = [start(group, rank) for rank in range(4)]
     workers[1].kill()
@@ -202,9 +197,7 @@ def test_a_replacement_goes_where_the_worker_was_or_beside_nobody(imitate: Any, 
     assert cluster.asked[4:] == [(node, True)]
 
 
-def test_a_replacement_whose_node_has_no_room_any_more_goes_elsewhere(
-    imitate: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replacement_whose_node_has_no_room_any_more_goes_elsewhere(imitate, monkeypatch):
     monkeypatch.setattr(ray_workers, "_HOME_SECONDS", 0.05)
     cluster, group = imitate(a=2, b=2, c=1)
     workers = [start(group, rank) for rank in range(4)]
@@ -214,7 +207,7 @@ def test_a_replacement_whose_node_has_no_room_any_more_goes_elsewhere(
     assert cluster.killed == ["a", "a"]
 
 
-def test_a_replacement_whose_node_goes_while_it_waits_is_placed_anew(imitate: Any) -> None:
+def test_a_replacement_whose_node_goes_while_it_waits_is_placed_anew(imitate):
     cluster, group = imitate(members=2, a=2, b=2, c=2, d=2, e=2, f=0)
     workers = [start(group, rank) for rank in range(8)]
     home = cluster.asked[0][0]
@@ -225,7 +218,7 @@ def test_a_replacement_whose_node_goes_while_it_waits_is_placed_anew(imitate: An
     assert cluster.asked[8:] == [(home, True), ("e", True), ("e", True)]
 
 
-def test_who_waits_for_room_is_given_up_when_the_run_ends(imitate: Any) -> None:
+def test_who_waits_for_room_is_given_up_when_the_run_ends(imitate):
     _, group = imitate(a=2, b=2)
     workers = [start(group, rank) for rank in range(4)]
     workers[1].kill()

@@ -52,7 +52,6 @@ class Srun:
 
     def start(self, **task: Any) -> int:
         """Starts a task; returns the number of its process."""
-        assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(task) + "\n")
         self._process.stdin.flush()
         return self._started.get(timeout=100)
@@ -66,7 +65,6 @@ class Srun:
         self._process.wait()
 
     def _listen(self) -> None:
-        assert self._process.stdout is not None
         for line in self._process.stdout:
             said = json.loads(line)
             if "status" in said:
@@ -93,17 +91,10 @@ class Job:
             (programs / name).write_text(text)
             (programs / name).chmod(0o755)
         self._environment = {
-            **os.environ,
-            "PATH": f"{programs}:{os.environ['PATH']}",
-            "RECYCLE_KEY": "a secret of 16 bytes or more",
-            "OMP_NUM_THREADS": "1",
-            "SLURM_JOB_ID": "7",
-            "SLURM_JOB_NAME": "train",
-            "SLURM_NTASKS": "4",
-            "SLURM_NTASKS_PER_NODE": "2",
-            "SLURM_NNODES": "2",
-            **variables,
-        }
+            **os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "RECYCLE_KEY": "a secret of 16 bytes or more",
+            "OMP_NUM_THREADS": "1", "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "4",
+            "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "2", **variables,
+        }  # fmt: skip
 
     def start(self, *arguments: str, **environment: str) -> None:
         command = [*COORDINATOR, "--listen", "127.0.0.1:0"]
@@ -168,7 +159,7 @@ def srun() -> Iterator[Srun]:
 
 
 @pytest.fixture
-def jobs(srun: Srun, tmp_path: Path) -> Iterator[Callable[..., Job]]:
+def jobs(srun, tmp_path) -> Iterator[Callable[..., Job]]:
     """Makes a job."""
     made: list[Job] = []
 
@@ -201,9 +192,7 @@ ARRAY = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"}
     [((), {}, "7"), (("kill:0:1:checkpoint",), ARRAY, "5_2")],
     ids=["", "the leader is killed while it saves"],
 )
-def test_all_save_and_then_one_requeues(
-    faults: tuple[str, ...], variables: dict[str, str], name: str, jobs: Callable[..., Job]
-) -> None:
+def test_all_save_and_then_one_requeues(faults, variables, name, jobs):
     job = jobs(**variables)
     job.start(*faults)
     job.await_step(3)
@@ -213,7 +202,7 @@ def test_all_save_and_then_one_requeues(
     check_resumed(job)
 
 
-def test_a_blocked_scontrol_holds_nobody_up(jobs: Callable[..., Job]) -> None:
+def test_a_blocked_scontrol_holds_nobody_up(jobs):
     job = jobs(scontrol="exec sleep 1000")
     job.start()
     job.await_step(3)
@@ -223,7 +212,7 @@ def test_a_blocked_scontrol_holds_nobody_up(jobs: Callable[..., Job]) -> None:
     assert "scontrol requeue 7: it has not answered within 3 s" in job.output()
 
 
-def test_sigterm_to_one_task_is_its_departure_and_to_all_the_end_of_the_run(jobs: Callable[..., Job]) -> None:
+def test_sigterm_to_one_task_is_its_departure_and_to_all_the_end_of_the_run(jobs):
     job = jobs()
     job.start()
     job.await_step(3)
@@ -240,22 +229,17 @@ def test_sigterm_to_one_task_is_its_departure_and_to_all_the_end_of_the_run(jobs
     ("variables", "name"),
     [({"SLURM_JOB_ID": "7"}, "7"), ({"SLURM_JOB_ID": "5", **ARRAY}, "5_2"), ({"SLURM_JOB_ID": "6", **ARRAY}, "5_2")],
 )
-def test_the_name_of_a_job_is_that_of_its_task_in_an_array(variables: dict[str, str], name: str) -> None:
+def test_the_name_of_a_job_is_that_of_its_task_in_an_array(variables, name):
     assert job_name(variables) == name
 
 
-@pytest.mark.parametrize(
-    ("script", "said"),
-    [
-        ("exit 0", None),
-        ("echo 'Requested operation is presently disabled' >&2; exit 1", "presently disabled"),
-        ("exec sleep 1000", "has not answered within 0.5 s"),
-        (None, "could not be started"),
-    ],
-)
-def test_what_scontrol_does_not_do_is_said(
-    script: str | None, said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
+@pytest.mark.parametrize(("script", "said"), [
+    ("exit 0", None),
+    ("echo 'Requested operation is presently disabled' >&2; exit 1", "presently disabled"),
+    ("exec sleep 1000", "has not answered within 0.5 s"),
+    (None, "could not be started"),
+])  # fmt: skip
+def test_what_scontrol_does_not_do_is_said(script, said, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin" if script else str(tmp_path))
     if script is not None:
@@ -265,7 +249,7 @@ def test_what_scontrol_does_not_do_is_said(
     assert said is None or (said in caplog.text and "scontrol requeue 7" in caplog.text)
 
 
-def test_outside_of_a_job_nothing_is_requeued(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_outside_of_a_job_nothing_is_requeued(monkeypatch, caplog):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     assert not requeue(1.0)
     assert "SLURM_JOB_ID" in caplog.text

@@ -54,15 +54,10 @@ class Job:
     ) -> None:
         self.slurm, self.folder = slurm, folder
         script = SCRIPT.format(
-            nodes=nodes,
-            tasks=4 // nodes,
-            python=sys.executable,
-            training=HERE / "slurm_training.py",
-            folder=folder / ("run-$SLURM_ARRAY_TASK_ID" if "--array=1-2" in options else "run"),
-            steps=STEPS,
-            pace=pace,
+            nodes=nodes, tasks=4 // nodes, python=sys.executable, training=HERE / "slurm_training.py",
+            folder=folder / ("run-$SLURM_ARRAY_TASK_ID" if "--array=1-2" in options else "run"), steps=STEPS, pace=pace,
             arguments=" ".join(arguments),
-        )
+        )  # fmt: skip
         (folder / "job.sh").write_text(script)
         self.number = slurm.submit(
             folder / "job.sh", "--output=%j.log", "--open-mode=append", *options, environment={"OMP_NUM_THREADS": "1"}
@@ -117,7 +112,7 @@ def processes_of(slurm: Cluster) -> list[str]:
     return found
 
 
-def test_a_killed_worker_is_replaced_and_the_next_job_follows(slurm: Cluster, tmp_path: Path) -> None:
+def test_a_killed_worker_is_replaced_and_the_next_job_follows(slurm, tmp_path):
     job = Job(slurm, tmp_path, "await", nodes=2)
     (tmp_path / "next.sh").write_text("#!/bin/bash\nexit 0\n")
     follower = slurm.submit(tmp_path / "next.sh", f"--dependency=afterok:{job.number}", "--output=/dev/null")
@@ -129,7 +124,7 @@ def test_a_killed_worker_is_replaced_and_the_next_job_follows(slurm: Cluster, tm
     slurm.await_state(follower, "COMPLETED")
 
 
-def test_members_of_a_position_share_a_node_and_are_replaced(slurm: Cluster, tmp_path: Path) -> None:
+def test_members_of_a_position_share_a_node_and_are_replaced(slurm, tmp_path):
     """The killed one is started again by its task, and so is its sibling, whose state is out of date."""
     job = Job(slurm, tmp_path, "await", "members", nodes=2)
     job.await_step(3)
@@ -141,7 +136,7 @@ def test_members_of_a_position_share_a_node_and_are_replaced(slurm: Cluster, tmp
     assert job.output().count("joins at step") == 2
 
 
-def test_a_killed_coordinators_task_goes_on(slurm: Cluster, tmp_path: Path) -> None:
+def test_a_killed_coordinators_task_goes_on(slurm, tmp_path):
     """The first task's worker is killed, too; the coordinator beside it is no child of that worker."""
     job = Job(slurm, tmp_path, "await", nodes=2)
     job.await_step(3)
@@ -149,7 +144,7 @@ def test_a_killed_coordinators_task_goes_on(slurm: Cluster, tmp_path: Path) -> N
     job.check_completed()
 
 
-def test_a_signal_before_the_end_requeues_and_the_next_run_resumes(slurm: Cluster, tmp_path: Path) -> None:
+def test_a_signal_before_the_end_requeues_and_the_next_run_resumes(slurm, tmp_path):
     job = Job(slurm, tmp_path, nodes=2)
     job.await_step(3)
     slurm.call("scancel", "--signal=USR1", str(job.number))  # as with #SBATCH --signal=USR1@90
@@ -159,7 +154,7 @@ def test_a_signal_before_the_end_requeues_and_the_next_run_resumes(slurm: Cluste
     assert job.output().count("step 3\n") == 4
 
 
-def test_a_preempted_job_resumes(slurm: Cluster, tmp_path: Path) -> None:
+def test_a_preempted_job_resumes(slurm, tmp_path):
     job = Job(slurm, tmp_path, pace=0.5)
     job.await_step(3)
     (tmp_path / "urgent.sh").write_text("#!/bin/bash\nsleep 1\n")
@@ -179,9 +174,7 @@ srun --no-kill {python} -m lightning_recycle.engines.recycle_run ${{1:+--join $1
 """
 
 
-def test_further_jobs_join_the_run_of_the_first_and_one_that_is_preempted_leaves(
-    slurm: Cluster, tmp_path: Path
-) -> None:
+def test_further_jobs_join_the_run_of_the_first_and_one_that_is_preempted_leaves(slurm, tmp_path):
     """Three jobs of one node each, of which the second and third are of an array; nothing is redone."""
     names = {"python": sys.executable, "training": HERE / "slurm_training.py", "folder": tmp_path / "run"}
     (tmp_path / "job.sh").write_text(JOINING.format(**names, steps=STEPS))
@@ -213,7 +206,7 @@ def test_further_jobs_join_the_run_of_the_first_and_one_that_is_preempted_leaves
     assert preempted["PreemptTime"] != "None"
 
 
-def test_each_job_of_an_array_is_requeued_by_itself(slurm: Cluster, tmp_path: Path) -> None:
+def test_each_job_of_an_array_is_requeued_by_itself(slurm, tmp_path):
     job = Job(slurm, tmp_path, nodes=2, options=("--array=1-2",))
     job.await_step(3, times=8)
     slurm.call("scancel", "--signal=USR1", f"{job.number}_2")
@@ -225,14 +218,14 @@ def test_each_job_of_an_array_is_requeued_by_itself(slurm: Cluster, tmp_path: Pa
         assert difference(torch.load(tmp_path / run / "trained.pt"), expected()) < 1e-10
 
 
-def test_a_failing_training_is_a_failed_job(slurm: Cluster, tmp_path: Path) -> None:
+def test_a_failing_training_is_a_failed_job(slurm, tmp_path):
     job = Job(slurm, tmp_path, "fail", nodes=2)
     known = slurm.await_state(job.number, "COMPLETED", "FAILED", seconds=PATIENCE)
     assert (known["JobState"], known["ExitCode"]) == ("FAILED", "1:0"), job.output()
     assert "the user's mistake" in job.output()
 
 
-def test_a_cancelled_job_leaves_nothing(slurm: Cluster, tmp_path: Path) -> None:
+def test_a_cancelled_job_leaves_nothing(slurm, tmp_path):
     job = Job(slurm, tmp_path, nodes=2)
     job.await_step(3)
     slurm.call("scancel", str(job.number))
@@ -240,7 +233,7 @@ def test_a_cancelled_job_leaves_nothing(slurm: Cluster, tmp_path: Path) -> None:
     assert wait_for(lambda: not processes_of(slurm), 60), processes_of(slurm)
 
 
-def test_at_last_a_lost_node(slurm: Cluster, tmp_path: Path) -> None:
+def test_at_last_a_lost_node(slurm, tmp_path):
     """It stays lost: a slurmd that this test started would be a process that it leaves."""
     job = Job(slurm, tmp_path)
     job.await_step(3)

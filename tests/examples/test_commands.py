@@ -5,14 +5,13 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
-from support.scripts import output_of
+from support.scripts import completed, output_of
 
 from resume_on_another_grid import TOLERANCE, Row, main
 
@@ -73,7 +72,7 @@ def check_results(folders: list[Path]) -> None:
 
 
 @pytest.mark.exhaustive
-def test_sweep_over_planners_faults_and_grids_runs_to_the_end_with_the_same_results(tmp_path: Path) -> None:
+def test_sweep_over_planners_faults_and_grids_runs_to_the_end_with_the_same_results(tmp_path):
     varied = "planner=heuristic,highs", "faults=none,kill_one,mtbf", "strategy.pipeline_parallel_size=1,2"
     folders = sweep(tmp_path, *varied)
     assert len(folders) == 12
@@ -109,9 +108,7 @@ sys.addaudithook(hook)
 
 
 @pytest.mark.long
-def test_demo_ends_with_a_comparison_and_opens_nothing_it_did_not_write(
-    tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_demo_ends_with_a_comparison_and_opens_nothing_it_did_not_write(tmp_path, request):
     """Watched in all its processes: files beside the installation's and the system's, connections, browsers."""
     # Sockets lie in TMPDIR, and their paths must be short.
     recorder, home, work = tmp_path / "recorder", Path(tempfile.mkdtemp(prefix="demo-")), tmp_path / "work"
@@ -129,18 +126,10 @@ def test_demo_ends_with_a_comparison_and_opens_nothing_it_did_not_write(
     system = ["/usr", "/lib", "/etc", "/proc", "/sys", "/dev"]
     trusted = [os.path.realpath(path) for path in (*installation, *system, recorder)]
     out = run(
-        work,
-        "train_gpt.py",
-        "experiment=demo",
-        "trainer.max_steps=16",
-        QUIET,
-        *SMALL_GPT,
-        HOME=str(home),
-        TMPDIR=str(home),
-        PYTHONPATH=str(recorder),
-        RECORD_TRUSTED=os.pathsep.join(trusted),
+        work, "train_gpt.py", "experiment=demo", "trainer.max_steps=16", QUIET, *SMALL_GPT, HOME=str(home),
+        TMPDIR=str(home), PYTHONPATH=str(recorder), RECORD_TRUSTED=os.pathsep.join(trusted),
         RECORD_LOG=str(tmp_path / "log"),
-    )
+    )  # fmt: skip
     table = out[out.rindex("What the failure costs") :]
     cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in table.splitlines() if line.startswith("│")]
     found = {row[0]: row[1:] for row in cells}
@@ -173,11 +162,10 @@ def test_demo_ends_with_a_comparison_and_opens_nothing_it_did_not_write(
 
 
 @pytest.mark.exhaustive
-def test_vision_validates_in_a_pipeline_and_loses_its_leader_or_a_node(tmp_path: Path) -> None:
+def test_vision_validates_in_a_pipeline_and_loses_its_leader_or_a_node(tmp_path):
     arguments = ["trainer.max_steps=20", "trainer.val_check_interval=10", "+trainer.limit_val_batches=6", QUIET]
     run(tmp_path, "train_vision.py", "-m", "faults=kill_leader,node", *arguments, "hydra.sweep.dir=sweep")
-    alone = ["strategy=single_device", "hydra.run.dir=alone"]
-    run(tmp_path, "train_vision.py", *arguments, *alone)
+    run(tmp_path, "train_vision.py", *arguments, "strategy=single_device", "hydra.run.dir=alone")
     folders = [tmp_path / "sweep" / "0", tmp_path / "sweep" / "1"]
     assert [failures(folder / "train_vision.log") for folder in folders] == [[[0, 1]], [[1, 0], [1, 1]]]
     names = ("train_loss", "val_loss", "val_accuracy")
@@ -193,9 +181,7 @@ def test_vision_validates_in_a_pipeline_and_loses_its_leader_or_a_node(tmp_path:
 
 
 @pytest.mark.long
-def test_resume_on_another_grid_after_the_death_of_the_leader_has_the_same_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resume_on_another_grid_after_the_death_of_the_leader_has_the_same_weights(tmp_path, monkeypatch):
     monkeypatch.setenv("PL_GLOBAL_SEED", "1")
     out = run(tmp_path, "resume_on_another_grid.py", "--directory", "runs")
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if line.startswith("│")]
@@ -217,9 +203,7 @@ def test_resume_on_another_grid_after_the_death_of_the_leader_has_the_same_weigh
 
 
 @pytest.mark.long
-def test_resume_on_another_grid_fails_if_weights_differ(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_resume_on_another_grid_fails_if_weights_differ(monkeypatch, capsys):
     for difference, code in ((1e-13, 0), (1e-7, 1), (float("nan"), 1)):
         rows = [Row("whole", (1, 2), (), None), Row("resumed", (2, 2), (), difference)]
         monkeypatch.setattr("resume_on_another_grid.compare", lambda _, rows=rows: rows)
@@ -245,12 +229,12 @@ def fit_by_cli(directory: Path) -> dict[int, float]:
 
 
 @pytest.mark.long
-def test_lightning_cli_fits_with_the_strategy_of_a_yaml_file(tmp_path: Path) -> None:
+def test_lightning_cli_fits_with_the_strategy_of_a_yaml_file(tmp_path):
     assert set(fit_by_cli(tmp_path)) == {19, 39}
 
 
 @pytest.mark.exhaustive
-def test_lightning_cli_validates_what_it_has_fitted(tmp_path: Path) -> None:
+def test_lightning_cli_validates_what_it_has_fitted(tmp_path):
     logged = fit_by_cli(tmp_path)
     out = run(tmp_path, "lightning_cli.py", "validate", *CLI, "--ckpt_path", "outputs/cli/checkpoints/last.ckpt")
     (accuracy,) = re.findall(r"val_accuracy\s*│\s*([0-9.]+)", out)
@@ -304,15 +288,9 @@ MISTAKES = [
 
 
 @pytest.mark.long
-def test_a_mistake_in_the_call_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", DRIVER, str(ROOT / "examples")],
-        input=json.dumps([(script, arguments) for script, arguments, _ in MISTAKES]),
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        check=False,
-    )
+def test_a_mistake_in_the_call_is_one_line_and_exit_code_2(tmp_path):
+    wanted = json.dumps([(script, arguments) for script, arguments, _ in MISTAKES])
+    done = completed([sys.executable, "-c", DRIVER, str(ROOT / "examples")], input=wanted, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     answers = json.loads(done.stdout.partition("ANSWERS")[2])
     for (script, arguments, message), (code, lines) in zip(MISTAKES, answers, strict=True):

@@ -46,27 +46,27 @@ RESTART = [
 LOSSES = {0: 3.0, 1: 2.0}
 
 
-def test_fault_free_run_has_one_step_time_and_loses_nothing() -> None:
+def test_fault_free_run_has_one_step_time_and_loses_nothing():
     assert measure("fault-free", FAULT_FREE, LOSSES) == Measured("fault-free", 4, 1.0, None, 0, None, 3.0, 2.0)
 
 
-def test_failure_is_one_step_again_and_the_time_until_it_is_committed() -> None:
+def test_failure_is_one_step_again_and_the_time_until_it_is_committed():
     assert measure("failure", FAILURE, LOSSES) == Measured("failure", 3, 1.0, 2.0, 1, 2.0, 5.25, 2.0)
 
 
-def test_rejoin_ends_with_all_workers_and_their_step_time() -> None:
+def test_rejoin_ends_with_all_workers_and_their_step_time():
     found = measure("rejoin", REJOIN, {})
     assert (found.workers, found.step_after, found.redone, found.last_loss) == (4, 1.25, 1, None)
 
 
-def test_restart_repeats_what_the_checkpoint_did_not_know() -> None:
+def test_restart_repeats_what_the_checkpoint_did_not_know():
     found = measure("restart", RESTART, LOSSES)
     assert found.redone == 3
     assert found.stalled == pytest.approx(13.0 - 7.25)
     assert (found.workers, found.total) == (4, 8.0)
 
 
-def test_step_that_was_rolled_forward_is_not_counted_as_redone() -> None:
+def test_step_that_was_rolled_forward_is_not_counted_as_redone():
     history = [event for event in FAILURE if event.kind != "redone"]
     assert measure("failure", history, {}).redone == 0
 
@@ -77,7 +77,7 @@ def rendered(*runs: Measured) -> str:
     return buffer.getvalue()
 
 
-def test_table_fits_a_terminal_and_compares_with_the_first_run() -> None:
+def test_table_fits_a_terminal_and_compares_with_the_first_run():
     histories: dict[str, Any] = {"fault-free": FAULT_FREE, "failure": FAILURE, "rejoin": REJOIN, "restart": RESTART}
     runs = [measure(name, history, LOSSES) for name, history in histories.items()]
     text = rendered(*runs)
@@ -86,7 +86,7 @@ def test_table_fits_a_terminal_and_compares_with_the_first_run() -> None:
     assert "…" not in text
 
 
-def test_table_without_losses_or_failure_shows_dashes() -> None:
+def test_table_without_losses_or_failure_shows_dashes():
     text = rendered(measure("fault-free", FAULT_FREE, {}), measure("failure", FAULT_FREE, {}))
     assert "-" in text
     assert "restart" not in text

@@ -52,12 +52,12 @@ def targets(node: Any) -> list[dict[str, Any]]:
     return own + [target for child in children for target in targets(child)]
 
 
-def test_the_groups_are_those_that_are_documented() -> None:
+def test_the_groups_are_those_that_are_documented():
     assert GROUPS == ["callbacks", "data", "experiment", "faults", "logger", "model", "planner", "strategy", "trainer"]
 
 
 @pytest.mark.parametrize(("application", "option"), sampled(OPTIONS, 20, rest=pytest.mark.long))
-def test_option_composes_and_its_targets_take_their_arguments(application: str, option: str) -> None:
+def test_option_composes_and_its_targets_take_their_arguments(application, option):
     config = OmegaConf.to_container(composed(option, application=application), resolve=True, throw_on_missing=True)
     found = targets(config)
     assert {*APPLICATIONS[application], "lightning.Trainer"} <= {target["_target_"] for target in found}
@@ -67,7 +67,7 @@ def test_option_composes_and_its_targets_take_their_arguments(application: str, 
 
 
 @pytest.mark.parametrize("application", APPLICATIONS)
-def test_default_is_two_pipelines_of_two_stages_that_lose_one_worker_half_way(application: str) -> None:
+def test_default_is_two_pipelines_of_two_stages_that_lose_one_worker_half_way(application):
     config = composed(application=application)
     assert config.trainer.devices == 2 * config.strategy.pipeline_parallel_size
     assert config.data.batch_size % config.strategy.num_microbatches == 0
@@ -77,7 +77,7 @@ def test_default_is_two_pipelines_of_two_stages_that_lose_one_worker_half_way(ap
 
 
 @pytest.mark.parametrize("application", APPLICATIONS)
-def test_single_device_has_the_global_batch_of_two_pipelines_and_no_workers_to_lose(application: str) -> None:
+def test_single_device_has_the_global_batch_of_two_pipelines_and_no_workers_to_lose(application):
     config = composed("strategy=single_device", application=application)
     distributed = composed(application=application)
     assert config.trainer.devices == 1
@@ -88,7 +88,7 @@ def test_single_device_has_the_global_batch_of_two_pipelines_and_no_workers_to_l
 
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("faults", FAULTS)
-def test_faults_fit_the_grid_and_the_length_of_the_run(faults: str, stages: int) -> None:
+def test_faults_fit_the_grid_and_the_length_of_the_run(faults, stages):
     config = composed(f"faults={faults}", f"strategy.pipeline_parallel_size={stages}", "trainer.max_steps=10")
     callback = instantiate(config.faults, _convert_="all")
     callback.check(Positions(Grid(4 // stages, stages, 4)))
@@ -96,7 +96,7 @@ def test_faults_fit_the_grid_and_the_length_of_the_run(faults: str, stages: int)
     assert bool(callback.faults or callback.mtbf or callback.trace) == (faults != "none")
 
 
-def test_the_leader_is_in_the_last_stage_and_a_node_has_neighbouring_ranks() -> None:
+def test_the_leader_is_in_the_last_stage_and_a_node_has_neighbouring_ranks():
     def lost(faults: str, stages: int) -> list[Worker]:
         config = composed(f"faults={faults}", f"strategy.pipeline_parallel_size={stages}")
         return [Worker(fault.pipeline, fault.stage) for fault in config.faults.faults]
@@ -106,7 +106,7 @@ def test_the_leader_is_in_the_last_stage_and_a_node_has_neighbouring_ranks() -> 
     assert [Grid(2, 2, 1).rank(worker) for worker in lost("node", 2)] == [2, 3]
 
 
-def test_faults_that_cannot_be_placed_say_what_is_missing() -> None:
+def test_faults_that_cannot_be_placed_say_what_is_missing():
     config = composed("faults=kill_leader", "strategy.pipeline_parallel_size=null")
     with pytest.raises(InterpolationResolutionError, match=r"strategy\.pipeline_parallel_size is None.*faults=none"):
         OmegaConf.to_container(config, resolve=True)
@@ -119,7 +119,7 @@ GROUPS_OF_OPTIONS = {item.name: item.default for item in fields(Options) if isin
 
 
 @pytest.mark.parametrize("group", GROUPS_OF_OPTIONS)
-def test_the_default_of_a_group_of_options_is_that_of_its_dataclass(group: str) -> None:
+def test_the_default_of_a_group_of_options_is_that_of_its_dataclass(group):
     default = GROUPS_OF_OPTIONS[group]
     options = OmegaConf.to_container(composed().strategy, resolve=True)[group]
     assert options.pop("_target_") == f"lightning_recycle.{type(default).__name__}"
@@ -128,22 +128,22 @@ def test_the_default_of_a_group_of_options_is_that_of_its_dataclass(group: str) 
     assert {n: tuple(v) if isinstance(v, list) else v for n, v in options.items()} == vars(default)
 
 
-def test_options_of_the_strategy_itself_are_in_its_file() -> None:
+def test_options_of_the_strategy_itself_are_in_its_file():
     own = {item.name for item in fields(Options)}
     assert set(composed().strategy) - {"_target_"} == own
 
 
-def test_an_option_of_a_group_is_given_on_the_command_line() -> None:
+def test_an_option_of_a_group_is_given_on_the_command_line():
     strategy = instantiate(composed("strategy.recovery.max_restarts=3").strategy, _convert_="all")
     assert strategy.recovery.max_restarts == 3
 
 
-def test_the_planner_reaches_the_strategy() -> None:
+def test_the_planner_reaches_the_strategy():
     config = composed("planner=cbc", "planner.time_limit=5.0")
     assert instantiate(config.strategy.planning.planner) == ExactPlanner("cbc", time_limit=5.0)
 
 
-def test_experiments_are_changes_to_several_groups() -> None:
+def test_experiments_are_changes_to_several_groups():
     demo, rejoin, spot = (composed(f"experiment={name}") for name in ("demo", "rejoin", "spot"))
     (fault,) = demo.faults.faults
     assert fault.step < demo.trainer.max_steps
@@ -155,7 +155,7 @@ def test_experiments_are_changes_to_several_groups() -> None:
     assert spot.trainer.enable_checkpointing
 
 
-def test_what_is_given_on_the_command_line_wins_over_an_experiment() -> None:
+def test_what_is_given_on_the_command_line_wins_over_an_experiment():
     config = composed("experiment=spot", "faults=hang", "strategy.recovery.on_stage_lost=raise")
     assert config.faults.faults[0].kind == "hang"
     assert config.strategy.recovery.on_stage_lost == "raise"

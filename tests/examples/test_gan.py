@@ -9,7 +9,7 @@ from unmodified_gan import GAN, digits, drawn
 
 
 @pytest.mark.long
-def test_its_drawings_come_near_to_digits() -> None:
+def test_its_drawings_come_near_to_digits():
     L.seed_everything(0, verbose=False)
     model, real = GAN(), digits()
     before = (drawn(model, 200).mean(0) - real.mean(0)).abs().mean()

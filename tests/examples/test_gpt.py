@@ -20,7 +20,7 @@ def model() -> GPT:
 
 
 @pytest.fixture
-def library(tmp_path: Path) -> Path:
+def library(tmp_path) -> Path:
     for name, text in {
         "b.py": "second",
         "a.py": "first ",
@@ -36,20 +36,20 @@ def library(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_output_and_loss_have_the_documented_shapes(model: GPT) -> None:
+def test_output_and_loss_have_the_documented_shapes(model):
     tokens, target = torch.randint(VOCABULARY, (2, 3, 12))
     output = model(tokens)
     assert output.shape == (3, 12, VOCABULARY)
     assert model.loss(output, target).shape == ()
 
 
-def test_loss_of_an_untrained_model_is_that_of_guessing(model: GPT) -> None:
+def test_loss_of_an_untrained_model_is_that_of_guessing(model):
     tokens, target = torch.randint(VOCABULARY, (2, 8, 12))
     assert model.loss(model(tokens), target).item() == pytest.approx(torch.tensor(VOCABULARY).log().item(), abs=0.2)
 
 
 @pytest.mark.parametrize("changed", [0, 5, 11])
-def test_a_token_changes_only_its_own_and_later_logits(model: GPT, changed: int) -> None:
+def test_a_token_changes_only_its_own_and_later_logits(model, changed):
     model.eval()
     tokens = torch.randint(VOCABULARY, (1, 12))
     other = tokens.clone()
@@ -60,13 +60,13 @@ def test_a_token_changes_only_its_own_and_later_logits(model: GPT, changed: int)
     assert torch.all(difference[changed:] > 0)
 
 
-def test_dropout_acts_in_training_only(model: GPT) -> None:
+def test_dropout_acts_in_training_only(model):
     tokens = torch.randint(VOCABULARY, (1, 12))
     assert not torch.equal(model.train()(tokens), model(tokens))
     assert torch.equal(model.eval()(tokens), model(tokens))
 
 
-def test_weight_decay_spares_vectors(model: GPT) -> None:
+def test_weight_decay_spares_vectors(model):
     decaying, free = model.configure_optimizers().param_groups
     assert {p.ndim for p in decaying["params"]} == {2}
     assert {p.ndim for p in free["params"]} == {1}
@@ -74,12 +74,12 @@ def test_weight_decay_spares_vectors(model: GPT) -> None:
     assert (decaying["weight_decay"], free["weight_decay"]) == (0.1, 0.0)
 
 
-def test_width_must_divide_into_heads() -> None:
+def test_width_must_divide_into_heads():
     with pytest.raises(ValueError, match="width=10 does not divide into heads=4"):
         GPT(width=10, heads=4)(torch.zeros(1, 1, dtype=torch.long))
 
 
-def test_generated_text_continues_the_prompt_and_repeats_with_its_seed(model: GPT) -> None:
+def test_generated_text_continues_the_prompt_and_repeats_with_its_seed(model):
     model.train()
     text = model.generate(b"def ", 20)
     assert text.startswith(b"def ")
@@ -91,7 +91,7 @@ def test_generated_text_continues_the_prompt_and_repeats_with_its_seed(model: GP
         model.generate(b"", 1)
 
 
-def test_trains_on_one_device_with_the_default_strategy(tmp_path: Path) -> None:
+def test_trains_on_one_device_with_the_default_strategy(tmp_path):
     L.seed_everything(0, verbose=False)
     model = GPT(width=32, blocks=1, heads=2, context=16, dropout=0.0, learning_rate=1e-2)
     trainer = on_one_device(max_steps=30, default_root_dir=tmp_path)
@@ -99,24 +99,24 @@ def test_trains_on_one_device_with_the_default_strategy(tmp_path: Path) -> None:
     assert trainer.callback_metrics["train_loss"] < 4.5
 
 
-def test_text_is_the_sorted_sources_without_tests(library: Path) -> None:
+def test_text_is_the_sorted_sources_without_tests(library):
     assert read_stdlib(1000, library) == b"first second third"
     assert read_stdlib(8, library) == b"first se"
 
 
-def test_text_without_sources_says_where_it_looked(tmp_path: Path) -> None:
+def test_text_without_sources_says_where_it_looked(tmp_path):
     with pytest.raises(FileNotFoundError, match=str(tmp_path)):
         read_stdlib(1000, tmp_path)
 
 
-def test_text_of_this_interpreter_is_the_same_every_time() -> None:
+def test_text_of_this_interpreter_is_the_same_every_time():
     text = read_stdlib(300_000)
     assert len(text) == 300_000
     assert text == read_stdlib(300_000)
     assert b"def " in text
 
 
-def test_windows_cover_the_text_once_and_targets_are_one_byte_ahead() -> None:
+def test_windows_cover_the_text_once_and_targets_are_one_byte_ahead():
     text = bytes(range(11))
     windows = ByteWindows(text, context=5)
     assert len(windows) == 2
@@ -129,7 +129,7 @@ def test_windows_cover_the_text_once_and_targets_are_one_byte_ahead() -> None:
         ByteWindows(text[:5], context=5)
 
 
-def test_batches_are_reproducible_and_have_the_configured_shape() -> None:
+def test_batches_are_reproducible_and_have_the_configured_shape():
     def first_batch() -> tuple[torch.Tensor, torch.Tensor]:
         torch.manual_seed(3)
         data = StdlibText(context=16, batch_size=4, max_bytes=10_000)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
@@ -39,13 +38,9 @@ def loader(batch_size: int) -> DataLoader[Tensor]:
 
 
 def grid(devices: int, stages: int, *faults: Fault, **kwargs: Any) -> L.Trainer:
-    return L.Trainer(
-        accelerator="cpu",
-        devices=devices,
-        strategy=ReCycleStrategy(pipeline_parallel_size=stages, num_microbatches=2),
-        callbacks=[FaultInjectionCallback(list(faults))],
-        **{**QUIET, **kwargs},
-    )
+    strategy = ReCycleStrategy(pipeline_parallel_size=stages, num_microbatches=2)
+    callbacks = [FaultInjectionCallback(list(faults))]
+    return L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, callbacks=callbacks, **{**QUIET, **kwargs})
 
 
 @pytest.fixture(scope="module")
@@ -55,31 +50,28 @@ def expected() -> dict[str, Tensor]:
     return model.state_dict()
 
 
-def test_adapters_of_an_ordinary_module_are_trained_and_the_rest_is_left(
-    expected: dict[str, Tensor], tmp_path: Path
-) -> None:
-    from peft import PeftModel
-
+def trained(devices: int, stages: int, kill: Fault, expected: dict[str, torch.Tensor]) -> tuple[Any, set[str]]:
+    """A model after an epoch, and the names of the tensors that changed: those of adapters, as ``expected``."""
     model, before = adapted(), adapted().state_dict()
-    run = grid(2, 1, Fault("kill", pipeline=1, stage=0, step=3), max_epochs=1)
+    run = grid(devices, stages, kill, max_epochs=1)
     run.fit(model, loader(BATCH // 2))
-    assert failures(run) == [(1, 0)]
+    assert failures(run) == [(kill.pipeline, kill.stage)]
     assert difference(model.state_dict(), expected) < TOLERANCE
     changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
     assert changed == {name for name in before if "lora_" in name}
+    return model, changed
+
+
+def test_adapters_of_an_ordinary_module_are_trained_and_the_rest_is_left(expected, tmp_path):
+    from peft import PeftModel
+
+    model, changed = trained(2, 1, Fault("kill", pipeline=1, stage=0, step=3), expected)
     model.model.save_pretrained(tmp_path)
-    base = adapted().model.unload()
-    saved = PeftModel.from_pretrained(base, tmp_path).double().state_dict()
+    saved = PeftModel.from_pretrained(adapted().model.unload(), tmp_path).double().state_dict()
     assert {name for name in saved if "lora_" in name} == {name.removeprefix("model.") for name in changed}
     for name in changed:
         torch.testing.assert_close(saved[name.removeprefix("model.")], model.state_dict()[name])
 
 
-def test_adapters_in_two_stages(expected: dict[str, Tensor]) -> None:
-    two, before = adapted(), adapted().state_dict()
-    run = grid(4, 2, Fault("kill", pipeline=0, stage=1, step=2), max_epochs=1)
-    run.fit(two, loader(BATCH // 2))
-    assert failures(run) == [(0, 1)]
-    assert difference(two.state_dict(), expected) < TOLERANCE
-    changed = {name for name, tensor in two.state_dict().items() if not torch.equal(tensor, before[name])}
-    assert changed == {name for name in before if "lora_" in name}
+def test_adapters_in_two_stages(expected):
+    trained(4, 2, Fault("kill", pipeline=0, stage=1, step=2), expected)

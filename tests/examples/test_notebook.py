@@ -25,14 +25,14 @@ def printed_by(cell: nbformat.NotebookNode) -> str:
 
 
 @pytest.mark.long
-def test_what_a_notebook_finds_on_gpus_is_one_block_of_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_notebook_finds_on_gpus_is_one_block_of_text(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     printed = printed_by(executed("try_on_gpus.ipynb", tmp_path, monkeypatch).cells[-1])
     assert printed.startswith("----- paste from here\nno GPU: the trainings ran on the processor\n")
     assert re.search(r"\ngloo, 4 workers: .* weights differ by \S+: right\n----- to here\n$", printed)
 
 
-def test_the_notebook_for_gpus_runs_what_make_gpu_does() -> None:
+def test_the_notebook_for_gpus_runs_what_make_gpu_does():
     recipe = (ROOT / "Makefile").read_text().partition("\ngpu:")[2].partition("\n\n")[0]
     wanted = re.findall(r"\$\(BIN\)/python (.*?)(?: \$\(ARGS\))? \|\|", recipe)
     cell = nbformat.read(ROOT / "examples" / "try_on_gpus.ipynb", as_version=4).cells[-2].source
@@ -42,7 +42,7 @@ def test_the_notebook_for_gpus_runs_what_make_gpu_does() -> None:
 
 
 @pytest.mark.long
-def test_the_notebook_kills_a_worker_and_plots_both_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_notebook_kills_a_worker_and_plots_both_losses(tmp_path, monkeypatch):
     notebook = executed("kill_a_worker.ipynb", tmp_path, monkeypatch)
     printed = printed_by(notebook.cells[-2])
     for kind in ("failure", "redone", "recovered"):

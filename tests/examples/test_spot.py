@@ -10,7 +10,7 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "spot.py"
 
 
 @pytest.mark.long
-def test_three_instances_come_and_go_and_the_losses_are_those_of_one_device(tmp_path: Path) -> None:
+def test_three_instances_come_and_go_and_the_losses_are_those_of_one_device(tmp_path):
     """The script itself compares the losses."""
     trace, picture = tmp_path / "trace.csv", tmp_path / "spot.svg"
     rows = [f"0,add,{node}" for node in "abc"] + [f"20000,remove,{node}" for node in "abc"]

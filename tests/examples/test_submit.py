@@ -14,7 +14,7 @@ STEPS = 4
 
 
 @pytest.mark.long
-def test_submitit_runs_a_training_of_four_workers(tmp_path: Path) -> None:
+def test_submitit_runs_a_training_of_four_workers(tmp_path):
     pytest.importorskip("submitit", reason="needs submitit: pip install '.[examples]'")
     script, trained = ROOT / "tests/engines/engine_script.py", tmp_path / "trained.pt"
     folder = ["--cluster", "local", "--folder", tmp_path / "jobs"]

@@ -26,20 +26,11 @@ def run(directory: Path, *arguments: str) -> tuple[str, dict[str, float], list[d
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        pytest.param(("trainer.strategy=recycle", "trainer.devices=2"), marks=pytest.mark.exhaustive),
-        (
-            "trainer.strategy={_target_: lightning_recycle.ReCycleStrategy, pipeline_parallel_size: 2}",
-            "trainer.devices=4",
-        ),
-    ],
-    ids=["data parallel", "stages"],
-)
-def test_a_project_of_configurations_trains_and_tests_its_best_checkpoint_though_a_worker_dies(
-    tmp_path: Path, strategy: tuple[str, ...]
-) -> None:
+@pytest.mark.parametrize("strategy", [
+    pytest.param(("trainer.strategy=recycle", "trainer.devices=2"), marks=pytest.mark.exhaustive),
+    ("trainer.strategy={_target_: lightning_recycle.ReCycleStrategy, pipeline_parallel_size: 2}", "trainer.devices=4"),
+], ids=["data parallel", "stages"])  # fmt: skip
+def test_a_project_of_configurations_trains_and_tests_its_best_checkpoint_though_a_worker_dies(tmp_path, strategy):
     out, metrics, rows = run(tmp_path, *strategy, KILL)
     assert "was lost at step 10" in out
     # 1280 images in batches of 64: the batch of all devices is that of the configuration.

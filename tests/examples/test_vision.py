@@ -1,7 +1,5 @@
 """The digits and the network that tells them apart."""
 
-from pathlib import Path
-
 import lightning as L
 import pytest
 import torch
@@ -18,7 +16,7 @@ def data() -> Digits:
     return data
 
 
-def test_digits_are_images_of_ten_classes_from_black_to_white() -> None:
+def test_digits_are_images_of_ten_classes_from_black_to_white():
     images, classes = read_digits().tensors
     assert images.shape == (1797, 1, 8, 8)
     assert (images.min(), images.max()) == (0, 1)
@@ -26,19 +24,19 @@ def test_digits_are_images_of_ten_classes_from_black_to_white() -> None:
     assert set(classes.tolist()) == set(range(10))
 
 
-def test_every_image_is_either_trained_with_or_validated_with(data: Digits) -> None:
+def test_every_image_is_either_trained_with_or_validated_with(data):
     train, validation = data.train_dataloader().dataset, data.val_dataloader().dataset
     assert len(validation) == 360
     assert not set(train.indices) & set(validation.indices)
     assert set(train.indices) | set(validation.indices) == set(range(1797))
 
 
-def test_batches_have_the_configured_shape(data: Digits) -> None:
+def test_batches_have_the_configured_shape(data):
     images, classes = next(iter(data.train_dataloader()))
     assert (images.shape, classes.shape) == ((4, 1, 8, 8), (4,))
 
 
-def test_wrong_arguments_are_refused() -> None:
+def test_wrong_arguments_are_refused():
     with pytest.raises(ValueError, match="validation_every=1"):
         Digits(validation_every=1)
     with pytest.raises(ValueError, match="width=6"):
@@ -47,7 +45,7 @@ def test_wrong_arguments_are_refused() -> None:
         ConvNet(size=7)
 
 
-def test_output_does_not_depend_on_how_a_batch_is_cut() -> None:
+def test_output_does_not_depend_on_how_a_batch_is_cut():
     model = ConvNet(width=8, blocks=1).double()
     model.materialize()
     images = torch.rand(4, 1, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -56,7 +54,7 @@ def test_output_does_not_depend_on_how_a_batch_is_cut() -> None:
     torch.testing.assert_close(torch.cat([model(images[:1]), model(images[1:])]), whole)
 
 
-def test_learns_on_one_device_and_logs_its_accuracy(tmp_path: Path) -> None:
+def test_learns_on_one_device_and_logs_its_accuracy(tmp_path):
     L.seed_everything(0, verbose=False)
     model = ConvNet(width=8, blocks=1, learning_rate=3e-3)
     trainer = on_one_device(max_steps=90, val_check_interval=45, default_root_dir=tmp_path)

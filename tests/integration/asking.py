@@ -12,22 +12,10 @@ from support.training import TOLERANCE
 from torch import Tensor
 
 HOOKS = (
-    "on_fit_start",
-    "on_train_start",
-    "on_train_epoch_start",
-    "on_train_batch_start",
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_train_batch_end",
-    "on_validation_start",
-    "on_validation_batch_end",
-    "on_validation_epoch_end",
-    "on_train_epoch_end",
-    "on_train_end",
-    "on_fit_end",
-)
+    "on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_before_zero_grad",
+    "on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end", "on_validation_start",
+    "on_validation_batch_end", "on_validation_epoch_end", "on_train_epoch_end", "on_train_end", "on_fit_end",
+)  # fmt: skip
 
 
 def write(folder: Path, trainer: Any, name: str, **found: Tensor) -> None:
@@ -50,9 +38,7 @@ def answers(folder: Path) -> dict[int, dict[str, Tensor]]:
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], hooks: Collection[str] = ()) -> None:
     """Of ``hooks``, or of all, ``found`` has all answers of ``expected`` and no others."""
     wanted = {name: answer for name, answer in expected.items() if not hooks or name.split("-")[0] in hooks}
-    assert found.keys() == wanted.keys()
-    for name, answer in wanted.items():
-        assert torch.allclose(found[name], answer, rtol=0, atol=TOLERANCE), name
+    torch.testing.assert_close(found, wanted, rtol=0, atol=TOLERANCE)
 
 
 class Asks(Callback):

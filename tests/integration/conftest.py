@@ -1,7 +1,5 @@
 """Fixtures of several modules."""
 
-from pathlib import Path
-
 import pytest
 from support.leftovers import no_process_is_left as no_process_is_left
 
@@ -9,7 +7,7 @@ from lightning_recycle.control.network.addresses import free_port
 
 
 @pytest.fixture
-def port(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> int:
+def port(monkeypatch, tmp_path) -> int:
     """The port on which the next run of this process listens."""
     port = free_port("127.0.0.1")
     monkeypatch.setenv("RECYCLE_LISTEN", f"127.0.0.1:{port}")

@@ -32,14 +32,9 @@ def main() -> None:
     wanted = dict(tuple(map(int, text.split("="))) for text in sys.argv[4:])
     model = Talking().double()
     numbers = {"num_pipelines": pipelines, "min_pipelines": least, "max_pipelines": most}
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=16,
-        strategy=recycle_strategy(stages, microbatches, **numbers),
-        max_steps=steps,
-        callbacks=[AwaitWorkers(wanted, steps)],
-        **QUIET,
-    )
+    strategy = recycle_strategy(stages, microbatches, **numbers)
+    callbacks = [AwaitWorkers(wanted, steps)]
+    trainer = L.Trainer(accelerator="cpu", devices=16, strategy=strategy, max_steps=steps, callbacks=callbacks, **QUIET)
     trainer.fit(model, DataLoader(dataset(GLOBAL_BATCH * steps), batch_size=GLOBAL_BATCH // pipelines))
     temporary = output.with_suffix(f".{os.getpid()}")
     torch.save(model.state_dict(), temporary)

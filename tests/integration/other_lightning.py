@@ -61,7 +61,7 @@ if __name__ == "__main__":
     trainer.fit(module, datamodule=Data())
     value = float(trainer.callback_metrics["val_loss"])
     failures = [e.worker for e in getattr(trainer.strategy, "history", []) if e.kind == "failure"]
-    restored = Net.load_from_checkpoint(callbacks[0].best_model_path, killed_step=-1)  # type: ignore[attr-defined]
+    restored = Net.load_from_checkpoint(callbacks[0].best_model_path, killed_step=-1)
     assert all(torch.equal(a, b) for a, b in zip(restored.parameters(), module.parameters(), strict=True))
     assert isinstance(trainer.optimizers[0], torch.optim.Adam)
     assert trainer.validate(module, datamodule=Data(), verbose=False)[0]["val_loss"] == value

@@ -42,14 +42,10 @@ def main() -> None:
     steps, seconds, output = int(sys.argv[1]), float(sys.argv[2]), Path(sys.argv[3])
     model = Slow().double()
     model.seconds = seconds
+    strategy = ReCycleStrategy(pipeline_parallel_size=2, num_microbatches=6)
+    callbacks = [AwaitReplacement(range(8, steps))] if "await" in sys.argv else []
     trainer = L.Trainer(
-        accelerator="cpu",
-        devices=2,
-        num_nodes=2,
-        strategy=ReCycleStrategy(pipeline_parallel_size=2, num_microbatches=6),
-        max_steps=steps,
-        callbacks=[AwaitReplacement(range(8, steps))] if "await" in sys.argv else [],
-        **QUIET,
+        accelerator="cpu", devices=2, num_nodes=2, strategy=strategy, max_steps=steps, callbacks=callbacks, **QUIET
     )
     loader = DataLoader(dataset(GLOBAL_BATCH * steps), batch_size=GLOBAL_BATCH // 2)
     trainer.fit(model, loader)

@@ -81,8 +81,7 @@ def _identity(path: str) -> int | None:
 
 def wait_until_written(trainer: L.Trainer, *_: Any) -> None:
     """Waits until this worker has done its part in a checkpoint."""
-    strategy: Any = trainer.strategy
-    saves = strategy.session.checkpoints.saves
+    saves = trainer.strategy.session.checkpoints.saves
     deadline = time.monotonic() + PATIENCE
     while saves.batch and not saves.batch.is_written and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -47,14 +47,8 @@ def run(number: int, seed: int) -> None:
         os.environ["ONLY_IN_RUN_1"] = "yes"
     L.seed_everything(seed, verbose=False)
     module, tells = Regression(dropout=0.5, specs=True).double(), Tells()
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=2,
-        max_steps=4,
-        strategy=ReCycleStrategy(num_microbatches=2),
-        callbacks=[tells],
-        **QUIET,
-    )
+    strategy = ReCycleStrategy(num_microbatches=2)
+    trainer = L.Trainer(accelerator="cpu", devices=2, max_steps=4, strategy=strategy, callbacks=[tells], **QUIET)
     trainer.fit(module, DataLoader(Noisy(), batch_size=GLOBAL_BATCH // 2, shuffle=True))
     weights = {name: tensor.tolist() for name, tensor in module.state_dict().items()}
     found = [json.loads(path.read_text()) for path in sorted(tells.folder.iterdir())]

@@ -55,8 +55,7 @@ class Ordinary(L.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
-        mesh: Any = self.device_mesh
-        if mesh is not None and mesh["tensor_parallel"].size() > 1:
+        if self.device_mesh is not None and self.device_mesh["tensor_parallel"].size() > 1:
             assert any(isinstance(p, DTensor) for p in self.parameters()), "the layers are sharded"
         loss = (self.model(x) - y).square().mean()
         self.log("train", loss, on_step=False, on_epoch=True)
@@ -168,8 +167,7 @@ def error(module: L.LightningModule, expected: nn.Module) -> float:
 
 
 def lost(trainer: L.Trainer) -> int:
-    strategy: Any = trainer.strategy
-    return sum(event.kind == "failure" for event in strategy.history)
+    return sum(event.kind == "failure" for event in trainer.strategy.history)
 
 
 def exact_fit(
@@ -187,7 +185,7 @@ def exact_fit(
     steps, clip = kwargs.get("max_steps", STEPS), kwargs.get("gradient_clip_val")
     clips = getattr(nn.utils, f"clip_grad_{kwargs.get('gradient_clip_algorithm', 'norm')}_")
     trainer = fit(module, grid, *callbacks, **kwargs)
-    history: Any = trainer.strategy.history  # type: ignore[attr-defined]
+    history: Any = trainer.strategy.history
     assert lost(trainer) == (sum(hasattr(one, "rank") for one in callbacks) if losses is None else losses), history
     if any(isinstance(callback, Waits) for callback in callbacks):
         assert any(event.kind == "rejoined" for event in history), history
@@ -202,8 +200,7 @@ class Waits(L.Callback):
         self.after, self.of = after, of
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        strategy: Any = trainer.strategy
-        if trainer.global_step > self.after and len(strategy.live_workers) < self.of:
+        if trainer.global_step > self.after and len(trainer.strategy.live_workers) < self.of:
             time.sleep(1.0)
 
 
@@ -225,8 +222,7 @@ class Victim(L.Callback):
         self.rank = rank
 
     def is_it(self, trainer: L.Trainer) -> bool:
-        strategy: Any = trainer.strategy
-        return bool(strategy.grid_rank == self.rank and strategy.incarnation == 0)
+        return bool(trainer.strategy.grid_rank == self.rank and trainer.strategy.incarnation == 0)
 
 
 def die() -> None:
@@ -256,16 +252,15 @@ class AtPoint(Victim):
         self.place = point, step
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        strategy: Any = trainer.strategy
         if self.is_it(trainer):
-            strategy.at_point.append(lambda *place: die() if place == self.place else None)
+            trainer.strategy.at_point.append(lambda *place: die() if place == self.place else None)
 
 
 def run_collectives_by(replaced: Callable[..., Any]) -> None:
     """Replaces ``MemberGroup.run``, also as what collectives are called by."""
     from lightning_recycle.runtime.position_mesh import MemberGroup
 
-    MemberGroup.run = replaced  # type: ignore[method-assign]
+    MemberGroup.run = replaced
     for name, method in list(vars(MemberGroup).items()):
         if isinstance(method, partialmethod):
             setattr(MemberGroup, name, partialmethod(replaced, *method.args))

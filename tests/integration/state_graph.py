@@ -3,8 +3,6 @@
 Objects are described once, at the first path that leads to them; tensors by shape, dtype and their numbers.
 """
 
-from __future__ import annotations
-
 import enum
 import types
 from collections.abc import Iterable, Iterator, Mapping

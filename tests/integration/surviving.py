@@ -62,26 +62,20 @@ class Cluster:
             self.coordinator = subprocess.Popen(command, env=self._environment, stdout=file, stderr=file)
 
     def kill_coordinator(self) -> None:
-        assert self.coordinator is not None
         self.coordinator.kill()
         self.coordinator.wait()
 
     def start_worker(self) -> subprocess.Popen[str]:
         script = [sys.executable, str(HERE / "outside_worker.py"), str(self.steps), str(self.seconds), str(self.output)]
+        env = self._environment
         process = subprocess.Popen(
-            [*script, *self.options],
-            env=self._environment,
-            cwd=HERE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+            [*script, *self.options], env=env, cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         said: list[tuple[float, str]] = []
         self.workers.append(process)
         self.said.append(said)
 
         def listen() -> None:
-            assert process.stdout is not None
             for line in process.stdout:
                 said.append((time.monotonic(), line))
 
@@ -117,7 +111,6 @@ class Cluster:
             except subprocess.TimeoutExpired as timeout:
                 raise AssertionError(self.words()) from timeout
             assert process.returncode == 0, self.words()
-        assert self.coordinator is not None
         assert self.coordinator.wait(PATIENCE) == 0, self.words()
         assert error(self.output, self.steps) < TOLERANCE
         return self.records[-1].read_text()

@@ -37,8 +37,8 @@ def record_of(run: L.Trainer) -> list[dict[str, Any]]:
 @FORMATS
 @pytest.mark.parametrize("grid", sampled([((1, 1),), ((2, 1),), ((1, 2),), ((2, 2),)], 1), ids=str)
 def test_files_records_and_weights_are_those_of_saves_that_all_wait_for_and_a_run_resumes_exactly_from_one(
-    sharded: bool, grid: tuple[int, int], tmp_path: Path
-) -> None:
+    sharded, grid, tmp_path
+):
     runs = {}
     for background in (False, True):
         callbacks = [*checkpoints(tmp_path / str(background)), CompleteOnly()]
@@ -70,9 +70,7 @@ def test_files_records_and_weights_are_those_of_saves_that_all_wait_for_and_a_ru
 @pytest.mark.parametrize(
     "place", [(0, 1), *(pytest.param(place, marks=pytest.mark.long) for place in ((1, 1), (0, 0)))], ids=str
 )
-def test_a_holder_that_dies_costs_that_checkpoint_and_nothing_else(
-    sharded: bool, place: tuple[int, int], tmp_path: Path
-) -> None:
+def test_a_holder_that_dies_costs_that_checkpoint_and_nothing_else(sharded, place, tmp_path):
     fault = WRITER_DIES if place == (0, 1) else Fault("kill", *place, step=4)
     run = saves((2, 2), [*checkpoints(tmp_path), CompleteOnly()], [fault], sharded)
     assert len(happened(run, "failure")) == 1
@@ -84,9 +82,7 @@ def test_a_holder_that_dies_costs_that_checkpoint_and_nothing_else(
 
 @pytest.mark.long
 @FORMATS
-def test_one_that_was_lost_with_its_writer_is_asked_for_again_after_the_next_step(
-    sharded: bool, tmp_path: Path
-) -> None:
+def test_one_that_was_lost_with_its_writer_is_asked_for_again_after_the_next_step(sharded, tmp_path):
     saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=4, save_top_k=-1, save_last="link")
     waits = LambdaCallback(on_train_batch_start=wait_until_written)
     run = saves((2, 2), [saving, CompleteOnly(), waits], [WRITER_DIES], sharded)
@@ -97,7 +93,7 @@ def test_one_that_was_lost_with_its_writer_is_asked_for_again_after_the_next_ste
 
 
 @pytest.mark.long
-def test_one_that_is_lost_at_the_end_is_written_again_while_all_wait(tmp_path: Path) -> None:
+def test_one_that_is_lost_at_the_end_is_written_again_while_all_wait(tmp_path):
     saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=LENGTH)
     saves((2, 2), [saving], [replace(WRITER_DIES, step=LENGTH)])
     assert os.listdir(tmp_path) == [f"step={LENGTH}.ckpt"]
@@ -106,7 +102,7 @@ def test_one_that_is_lost_at_the_end_is_written_again_while_all_wait(tmp_path: P
 
 @pytest.mark.long
 @FOLDER
-def test_one_for_which_all_wait_is_begun_again_when_its_writer_dies(sharded: bool, tmp_path: Path) -> None:
+def test_one_for_which_all_wait_is_begun_again_when_its_writer_dies(sharded, tmp_path):
     saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=4, save_top_k=-1)
     run = saves((2, 2), [saving, CompleteOnly()], [WRITER_DIES], sharded, background=False)
     assert [event.step for event in happened(run, "checkpoint_given_up")] == [4]
@@ -128,9 +124,7 @@ class SavesAtStart(L.Callback):
 
 @pytest.mark.long
 @pytest.mark.parametrize("grid", [(2, 1), (2, 2)], ids=str)
-def test_a_replacement_leaves_alone_what_the_others_have_saved_before_it_came(
-    grid: tuple[int, int], tmp_path: Path
-) -> None:
+def test_a_replacement_leaves_alone_what_the_others_have_saved_before_it_came(grid, tmp_path):
     callbacks = [SavesAtStart(tmp_path / "start.ckpt"), AwaitReplacement((LENGTH - 1,))]
     run = saves(grid, callbacks, [Fault("kill", 0, 0, step=2)], strategy={"max_restarts": 2}, default_root_dir=tmp_path)
     assert rejoined(run) == [(0, 0)]
@@ -152,9 +146,7 @@ class NoMemory(L.Callback):
     ("sharded", "kills"),
     [(False, False), (True, True), *(pytest.param(kind, not kind, marks=pytest.mark.long) for kind in (False, True))],
 )
-def test_training_waits_for_a_checkpoint_of_whose_state_no_copy_fits(
-    sharded: bool, kills: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_training_waits_for_a_checkpoint_of_whose_state_no_copy_fits(sharded, kills, tmp_path, caplog):
     faults = [WRITER_DIES] if kills else []
     run = saves((2, 2), [NoMemory(), *checkpoints(tmp_path)], faults, sharded, background="auto")
     assert len(happened(run, "failure")) == kills
@@ -184,7 +176,7 @@ class ReadsItsOwn(ModelCheckpoint):
 
 
 @pytest.mark.parametrize("kind", ["hook", "subclass"])
-def test_code_that_needs_all_of_a_checkpoint_at_once_has_it(kind: str, tmp_path: Path) -> None:
+def test_code_that_needs_all_of_a_checkpoint_at_once_has_it(kind, tmp_path):
     saving = (ReadsItsOwn if kind == "subclass" else ModelCheckpoint)(tmp_path, "{step}", every_n_train_steps=EVERY)
     run = saves((1, 2), [saving, *([SeesCheckpoints()] if kind == "hook" else [])], background="auto")
     found = torch.load(tmp_path / f"step={LENGTH}.ckpt", weights_only=False)
@@ -196,7 +188,7 @@ def test_code_that_needs_all_of_a_checkpoint_at_once_has_it(kind: str, tmp_path:
 
 
 @FORMATS
-def test_holders_write_no_faster_than_they_may(sharded: bool, tmp_path: Path) -> None:
+def test_holders_write_no_faster_than_they_may(sharded, tmp_path):
     saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
     run = saves((1, 2), [saving], sharded=sharded, background="auto", steps=2, strategy={"bandwidth": 0.01})
     (begun,), (saved,) = happened(run, "checkpoint_begun"), happened(run, "saved")
@@ -235,7 +227,7 @@ class IsFurther(L.Callback):
 @pytest.mark.parametrize(
     "wraps", [False, pytest.param(True, marks=pytest.mark.long)], ids=["plain", "AsyncCheckpointIO"]
 )
-def test_training_goes_on_while_storage_is_slow(wraps: bool, tmp_path: Path) -> None:
+def test_training_goes_on_while_storage_is_slow(wraps, tmp_path):
     slow: Any = SlowIO(tmp_path / "further")
     saving = ModelCheckpoint(tmp_path / "saved", "{step}", every_n_train_steps=4, save_top_k=-1)
     strategy = {"checkpoint_io": AsyncCheckpointIO(slow) if wraps else slow}
@@ -260,14 +252,14 @@ class ReadsAtOnce(L.Callback):
 
 
 @FORMATS
-def test_a_checkpoint_that_a_hook_saves_is_there_when_it_goes_on(sharded: bool, tmp_path: Path) -> None:
+def test_a_checkpoint_that_a_hook_saves_is_there_when_it_goes_on(sharded, tmp_path):
     strategy = {"background": True, "save_distributed_checkpoint": sharded}
     options: Any = {"default_root_dir": tmp_path, "strategy": strategy}
     exact_fit(Regression().double(), 1, 2, max_steps=3, callbacks=[ReadsAtOnce()], **options)
     assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["1.ckpt", "2.ckpt", "3.ckpt"]
 
 
-def test_a_checkpoint_is_left_out_if_the_one_before_takes_too_long(tmp_path: Path) -> None:
+def test_a_checkpoint_is_left_out_if_the_one_before_takes_too_long(tmp_path):
     further = tmp_path / "further"
     saving = ModelCheckpoint(tmp_path / "saved", "{step}", every_n_train_steps=2, save_top_k=-1)
     strategy = {"signal_timeout": 0.5, "checkpoint_io": SlowIO(further)}
@@ -282,7 +274,7 @@ class BrokenIO(WholeCheckpointIO):
         raise RuntimeError("this plugin is broken")
 
 
-def test_an_error_of_a_plugin_ends_the_run_and_is_no_fault_of_the_machine(tmp_path: Path) -> None:
+def test_an_error_of_a_plugin_ends_the_run_and_is_no_fault_of_the_machine(tmp_path):
     saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2)
     run = trainer(
         2, 1, max_steps=LENGTH, callbacks=[saving, LambdaCallback(on_train_batch_start=wait_until_written)],
@@ -302,7 +294,7 @@ class Uploads(CSVLogger):
         (Path(self.root_dir) / f"told of {Path(checkpoint_callback.best_model_path).name}").touch()
 
 
-def test_loggers_are_told_of_complete_checkpoints(tmp_path: Path) -> None:
+def test_loggers_are_told_of_complete_checkpoints(tmp_path):
     saving = ModelCheckpoint(tmp_path / "saved", "{step}", every_n_train_steps=2)
     saves((1, 2), [saving], logger=Uploads(tmp_path))
     told = sorted(path.name for path in tmp_path.rglob("told of *"))
@@ -328,14 +320,11 @@ class AtTheEnd(WholeCheckpointIO):
 class NotesClient(L.Callback):
     """Lets :class:`AtTheEnd` know its client. When that has begun, the training goes on to step 7, which may raise."""
 
-    client: Any
-
     def __init__(self, begun: Path, raises: bool) -> None:
         self._begun, self._raises = begun, raises
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        strategy: Any = trainer.strategy
-        type(self).client = strategy.session.client
+        type(self).client = trainer.strategy.session.client
         deadline = time.monotonic() + PATIENCE
         while trainer.global_step == 7 and not self._begun.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -348,7 +337,7 @@ class UserError(Exception):
 
 
 @pytest.mark.parametrize("end", [*sampled(["lost", "restarted"], 1), "raised"])
-def test_a_checkpoint_that_is_being_written_is_completed_however_the_run_ends(end: str, tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_being_written_is_completed_however_the_run_ends(end, tmp_path):
     begun = tmp_path / "begun"
     saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3, save_last="link")
     options: dict[str, Any] = {"background": True, "checkpoint_io": AtTheEnd(begun), "signal_timeout": PATIENCE}

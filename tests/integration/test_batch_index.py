@@ -1,7 +1,5 @@
 """Hooks of a PipelineModule that ask for ``batch_idx`` and ``dataloader_idx`` get those of one device."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning as L
@@ -69,7 +67,7 @@ def alone() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("faults", [[], [Fault("kill", 1, 1, step=5)]], ids=["", "kill"])
-def test_what_depends_on_the_index_of_the_batch_is_that_of_one_device(alone: dict[str, Any], faults: list[Any]) -> None:
+def test_what_depends_on_the_index_of_the_batch_is_that_of_one_device(alone, faults):
     run = trainer(2, 2, faults, max_epochs=2, max_steps=-1, limit_train_batches=EPOCH)
     found = everything(run, Indexed().double(), GLOBAL_BATCH // 2)
     assert difference(found["weights"], alone["weights"]) < TOLERANCE
@@ -80,7 +78,7 @@ def test_what_depends_on_the_index_of_the_batch_is_that_of_one_device(alone: dic
         assert torch.allclose(torch.cat(ours), torch.cat(theirs), rtol=0, atol=TOLERANCE)
 
 
-def test_only_what_a_signature_names_is_given() -> None:
+def test_only_what_a_signature_names_is_given():
     place = BatchPlace(3, 1)
     assert call_at(place, lambda x: x, 5) == 5
     assert call_at(place, lambda x, batch_idx=0: (x, batch_idx), 5) == (5, 3)

@@ -70,10 +70,7 @@ class Scheduled(L.LightningModule):
         if self.schedule == "warm-up":
             return optimizer
         if self.schedule in ("step", "epoch"):
-            chosen: dict[str, Any] = {
-                "scheduler": lr_scheduler.StepLR(optimizer, 2, 0.8),
-                "interval": self.schedule,
-            }
+            chosen: dict[str, Any] = {"scheduler": lr_scheduler.StepLR(optimizer, 2, 0.8), "interval": self.schedule}
         elif self.schedule == "chained":
             parts = [lr_scheduler.LinearLR(optimizer, 0.3, total_iters=5), lr_scheduler.ExponentialLR(optimizer, 0.95)]
             chosen = {"scheduler": lr_scheduler.ChainedScheduler(parts, optimizer), "interval": "step"}
@@ -135,8 +132,7 @@ class Die(L.Callback):
         self._batch, self._waits = batch, waits
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        strategy: Any = trainer.strategy
-        if trainer.fit_loop.total_batch_idx == self._batch and not strategy.incarnation:
+        if trainer.fit_loop.total_batch_idx == self._batch and not trainer.strategy.incarnation:
             if self._waits:
                 wait_until_written(trainer)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -199,8 +195,8 @@ def left_by(run: tuple[L.Trainer, Diary, Any], folder: Path) -> Any:
     sampled([(*case, n) for case in MATRIX for n in range(4)], 2, 12),
 )
 def test_a_run_whose_workers_are_all_killed_goes_on_as_if_nothing_had_happened(
-    schedule: str, stages: int, sharded: bool, batches: int, kill: int, tmp_path: Path
-) -> None:
+    schedule, stages, sharded, batches, kill, tmp_path
+):
     draws = random.Random(f"{schedule} {stages} {sharded} {batches} {kill}")
     dies = Die(draws.randrange(2 * batches, BATCHES * EPOCHS), waits=draws.random() < 0.7)
     case = (schedule, stages, sharded, batches)
@@ -216,8 +212,8 @@ def test_a_run_whose_workers_are_all_killed_goes_on_as_if_nothing_had_happened(
     sampled([(*case, background) for case in MATRIX for background in (True, False)], 2, 5),
 )
 def test_a_run_that_resumes_from_any_checkpoint_is_the_one_that_wrote_it(
-    schedule: str, stages: int, sharded: bool, batches: int, background: bool, tmp_path: Path
-) -> None:
+    schedule, stages, sharded, batches, background, tmp_path
+):
     case = (schedule, stages, sharded, batches)
     known = run(*case, tmp_path / "known", background=background)
     draws = random.Random(f"{case} {background}")
@@ -240,9 +236,7 @@ class Saves(L.Callback):
 
 
 @pytest.mark.parametrize("every_n_epochs", [1, 5], ids=["boundaries", "none"])
-def test_a_restart_prefers_a_whole_step_to_what_a_hook_saved_in_the_middle_of_one(
-    every_n_epochs: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_restart_prefers_a_whole_step_to_what_a_hook_saved_in_the_middle_of_one(every_n_epochs, tmp_path, caplog):
     callbacks = [ModelCheckpoint(tmp_path, every_n_epochs=every_n_epochs), Saves(tmp_path), Die(2 * BATCHES - 1, False)]
     trainer = grid_trainer(2, 1, callbacks=callbacks, max_epochs=EPOCHS, enable_checkpointing=True)
     trainer.fit(Scheduled("epoch"), DataLoader(dataset(BATCH * BATCHES), batch_size=BATCH // 2))
@@ -265,7 +259,7 @@ class Reaches(L.Callback):
             time.sleep(0.2)
 
 
-def test_a_run_that_a_signal_ends_is_the_undisturbed_one_when_it_is_resumed(tmp_path: Path) -> None:
+def test_a_run_that_a_signal_ends_is_the_undisturbed_one_when_it_is_resumed(tmp_path):
     case = ("plateau of steps", 1, False, 1)
     known = run(*case, tmp_path / "known")
     path, reached = tmp_path / "ended.ckpt", tmp_path / "reached"
@@ -285,12 +279,11 @@ class Padded(Scheduled):
 
 class LeaderDies(L.Callback):
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        strategy: Any = trainer.strategy
-        if trainer.fit_loop.total_batch_idx == 4 and trainer.is_global_zero and not strategy.incarnation:
+        if trainer.fit_loop.total_batch_idx == 4 and trainer.is_global_zero and not trainer.strategy.incarnation:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_checkpoint_that_was_given_up_is_asked_for_again_where_a_step_of_the_optimizer_ends(tmp_path: Path) -> None:
+def test_a_checkpoint_that_was_given_up_is_asked_for_again_where_a_step_of_the_optimizer_ends(tmp_path):
     saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
     trainer = grid_trainer(
         3, 1, callbacks=[saver, LeaderDies()], max_epochs=1, accumulate_grad_batches=2, enable_checkpointing=True,

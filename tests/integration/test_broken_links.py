@@ -54,7 +54,7 @@ class Cluster:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
+def cluster(tmp_path) -> Iterator[Cluster]:
     """A run that has begun its fifth step."""
     hub = Machine("h", "10.77.20.1")
     spokes = [Machine(letter, f"10.77.{20 + number}.2") for number, letter in enumerate("abcd")]
@@ -79,7 +79,7 @@ def seconds_until_they_go_on(process: subprocess.Popen[str]) -> float:
 
 
 @pytest.mark.long
-def test_peers_that_lose_each_other_in_the_middle_of_the_network(cluster: Cluster) -> None:
+def test_peers_that_lose_each_other_in_the_middle_of_the_network(cluster):
     """Nothing passes between the workers of stage 0, and nobody is told: their packets are lost."""
     cluster.drop(0, 2)
     cluster.drop(2, 0)
@@ -89,7 +89,7 @@ def test_peers_that_lose_each_other_in_the_middle_of_the_network(cluster: Cluste
 
 
 @pytest.mark.exhaustive
-def test_a_worker_without_a_route_to_the_next_stage(cluster: Cluster) -> None:
+def test_a_worker_without_a_route_to_the_next_stage(cluster):
     """One way only: worker (1, 0) has no way to worker (1, 1)."""
     cluster.machines[2].ip("route", "add", "blackhole", cluster.machines[3].address)
     assert seconds_until_they_go_on(cluster.workers[0]) < GO_ON
@@ -98,19 +98,18 @@ def test_a_worker_without_a_route_to_the_next_stage(cluster: Cluster) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_link_that_nobody_used_is_missed_when_another_worker_dies(cluster: Cluster) -> None:
+def test_a_link_that_nobody_used_is_missed_when_another_worker_dies(cluster):
     """Worker (0, 0) has nothing for worker (1, 1) until its own peer dies; it is then the last one of its stage."""
     cluster.drop(0, 3)
     cluster.drop(3, 0)
     await_line(cluster.workers[0], "step", await_line(cluster.workers[0], "step") + 3)
     cluster.workers[2].send_signal(signal.SIGKILL)
     assert seconds_until_they_go_on(cluster.workers[0]) < GO_ON
-    record = cluster.end(evicted=3, others=(0, 1))
-    assert "it and worker (0, 0) cannot reach each other" in record
+    assert "it and worker (0, 0) cannot reach each other" in cluster.end(evicted=3, others=(0, 1))
 
 
 @pytest.mark.exhaustive
-def test_a_worker_that_is_cut_off_for_good_does_not_live_on(cluster: Cluster) -> None:
+def test_a_worker_that_is_cut_off_for_good_does_not_live_on(cluster):
     cluster.cut(2)
     assert seconds_until_they_go_on(cluster.workers[0]) < GO_ON
     cluster.end(evicted=2, others=(0, 1, 3))

@@ -38,7 +38,7 @@ class Watcher(L.Callback):
         self.folder, self.kill, self.step = folder, kill, step
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        executor: Any = trainer.strategy.executor  # type: ignore[attr-defined]
+        executor: Any = trainer.strategy.executor
         communicator, me = executor.communicator, (executor.worker.pipeline, executor.worker.stage)
         begin, end = communicator.begin_collective, communicator.end_collective
         begun = {"version": -1, "number": 0, "ended": 0}
@@ -97,9 +97,7 @@ def options(technique: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("grid", "technique"), sampled(itertools.product([(2, 1), (3, 2)], TECHNIQUES), 2))
-def test_buckets_leave_before_the_last_backward_has_ended(
-    tmp_path: Path, grid: tuple[int, int], technique: str
-) -> None:
+def test_buckets_leave_before_the_last_backward_has_ended(tmp_path, grid, technique):
     model = Regression(clip_scale=100.0 if technique == "clipped" else 1.0).double()
     exact_fit(model, *grid, callbacks=[Watcher(tmp_path)], **options(technique))
     found = early(tmp_path)
@@ -114,7 +112,7 @@ class Digests(L.Callback):
         self.folder = folder
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        worker = trainer.strategy.worker  # type: ignore[attr-defined]
+        worker = trainer.strategy.worker
         digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in pl_module.parameters())).hexdigest()
         (self.folder / f"{worker.stage} {worker.pipeline}").write_text(digest)
 
@@ -135,9 +133,7 @@ KILLS = [
 
 
 @pytest.mark.parametrize(("grid", "technique", "kill"), sampled(KILLS, 4))
-def test_a_kill_between_buckets_changes_nothing(
-    tmp_path: Path, grid: tuple[int, int], technique: str, kill: Any
-) -> None:
+def test_a_kill_between_buckets_changes_nothing(tmp_path, grid, technique, kill):
     model = Regression(clip_scale=100.0 if technique == "clipped" else 1.0).double()
     digests = Digests(tmp_path)
     run = exact_fit(model, *grid, max_steps=5, callbacks=[Watcher(kill=kill), digests], **options(technique))
@@ -156,7 +152,7 @@ class Recomputed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x if x.requires_grad else x.clone().requires_grad_()
         x = checkpoint(self.layer, x, use_reentrant=True)
-        return self.free(checkpoint(self.layer, torch.tanh(x), use_reentrant=True))  # type: ignore[no-any-return]
+        return self.free(checkpoint(self.layer, torch.tanh(x), use_reentrant=True))
 
 
 class Recomputing(Regression):
@@ -188,22 +184,18 @@ class Ordinary(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def test_a_gradient_that_comes_in_several_parts_is_complete_with_the_last(tmp_path: Path) -> None:
+def test_a_gradient_that_comes_in_several_parts_is_complete_with_the_last(tmp_path):
     """DistributedDataParallel refuses that. The bucket of the last layer leaves early all the same."""
     exact_fit(Recomputing().double(), 2, 1, callbacks=[Watcher(tmp_path)], **options("fused"))
     assert all(0 in numbers for numbers in early(tmp_path).values())
 
 
-@pytest.mark.parametrize(
-    ("make", "grid", "kwargs"),
-    [
-        (Regression, (2, 2), {"callbacks": [Alternates()]}),
-        (Ordinary, (2, 1), {}),
-        (Ordinary, (3, 1), {"accumulate_grad_batches": 2}),
-    ],
-    ids=["what is trained changes", "an ordinary module", "accumulation"],
-)
-def test_buckets_change_nothing(tmp_path: Path, make: Any, grid: tuple[int, int], kwargs: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("make", "grid", "kwargs"), [
+    (Regression, (2, 2), {"callbacks": [Alternates()]}),
+    (Ordinary, (2, 1), {}),
+    (Ordinary, (3, 1), {"accumulate_grad_batches": 2}),
+], ids=["what is trained changes", "an ordinary module", "accumulation"])  # fmt: skip
+def test_buckets_change_nothing(tmp_path, make, grid, kwargs):
     models = [make().double() for _ in range(2)]
     callbacks = kwargs.pop("callbacks", [])
     for model, cap in zip(models, (TINY, None), strict=True):
@@ -220,7 +212,7 @@ class Replaces(Regression):
     def on_train_start(self) -> None:
         def replace(parameter: nn.Parameter) -> None:
             if self.trainer.global_step == 2:
-                parameter.grad = parameter.grad.clone()  # type: ignore[union-attr]
+                parameter.grad = parameter.grad.clone()
 
         next(reversed(list(self.parameters()))).register_post_accumulate_grad_hook(replace)
 
@@ -229,7 +221,7 @@ class Raises(nn.Module):
     """An error of the user's in the backward of the first layer, when later layers have their gradients."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Raise.apply(x)  # type: ignore[no-any-return]
+        return _Raise.apply(x)
 
 
 class _Raise(torch.autograd.Function):
@@ -253,11 +245,11 @@ class Raising(Regression):
         return [nn.Linear(8, 8), Raises(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)]
 
 
-def test_a_gradient_that_has_left_its_bucket_is_an_error() -> None:
+def test_a_gradient_that_has_left_its_bucket_is_an_error():
     with pytest.raises(UnsupportedFeatureError, match="became a separate"):
         fit(Replaces().double(), 2, 1, **options("fused"))
 
 
-def test_an_error_of_the_users_own_ends_the_run_while_buckets_are_under_way() -> None:
+def test_an_error_of_the_users_own_ends_the_run_while_buckets_are_under_way():
     with pytest.raises(ZeroDivisionError, match="the user's own"):
         fit(Raising().double(), 2, 1, **options("fused"))

@@ -1,7 +1,5 @@
 """Parameters that come, go, freeze and change places while a run goes on get gradients as on one device."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from functools import cache
@@ -32,7 +30,7 @@ def new(*shape: int) -> nn.Parameter:
 
 
 def optimizer_of(module: L.LightningModule) -> Any:
-    return module.optimizers().optimizer  # type: ignore[union-attr]
+    return module.optimizers().optimizer
 
 
 def add_group(module: Any) -> None:
@@ -209,9 +207,7 @@ MATRIX = [
 
 
 @pytest.mark.parametrize(("change", "hook", "fate", "microbatches", "accumulate", "clip"), sampled(MATRIX, 12, seed=5))
-def test_parameters_are_those_of_each_step(
-    change: str, hook: str, fate: str, microbatches: int, accumulate: int, clip: float | None
-) -> None:
+def test_parameters_are_those_of_each_step(change, hook, fate, microbatches, accumulate, clip):
     check(change, hook, fate, microbatches, accumulate, clip)
 
 
@@ -254,7 +250,7 @@ class InStages(L.LightningModule):
 
 @pytest.mark.parametrize("hook", ["on_train_start", "on_train_epoch_start"])
 @pytest.mark.parametrize("change", ["freeze", "exchange", "beside"])
-def test_several_stages_follow_what_freezes_and_refuse_the_rest_by_name(change: str, hook: str) -> None:
+def test_several_stages_follow_what_freezes_and_refuse_the_rest_by_name(change, hook):
     alone, model = InStages(change, hook), InStages(change, hook)
     on_one_device(max_epochs=EPOCHS).fit(alone, DataLoader(points(), BATCH))
     run = grid_trainer(2, 2, (), {"num_microbatches": 2}, max_epochs=EPOCHS)
@@ -291,9 +287,7 @@ class HeadAlone(L.LightningModule):
     ("stages", "accumulate", "hook", "is_killed"),
     sampled(itertools.product((1, 2), (1, 2), (False, True), (False, True)), 4, seed=2),
 )
-def test_only_gradients_that_the_optimizer_has_are_clipped(
-    stages: int, accumulate: int, hook: bool, is_killed: bool
-) -> None:
+def test_only_gradients_that_the_optimizer_has_are_clipped(stages, accumulate, hook, is_killed):
     alone, model = HeadAlone(hook), HeadAlone(hook)
     settings = {"max_epochs": EPOCHS, "accumulate_grad_batches": accumulate, "gradient_clip_val": 0.05}
     on_one_device(**settings).fit(alone, DataLoader(points(), BATCH))

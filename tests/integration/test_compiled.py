@@ -3,8 +3,6 @@
 The backend is "aot_eager": all of torch.compile but the compiler of the machine's own language.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning as L
@@ -31,7 +29,7 @@ class CompiledLayers(Regression):
 
 
 @pytest.mark.long
-def test_compiled_layers_train_the_same_when_a_worker_dies() -> None:
+def test_compiled_layers_train_the_same_when_a_worker_dies():
     one, expected = CompiledLayers().double(), Regression().double()
     for model in (one, expected):
         on_one_device(max_steps=STEPS).fit(model, DataLoader(dataset(), GLOBAL_BATCH))
@@ -64,7 +62,7 @@ class Configured(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def test_what_configure_model_makes_and_compiles_comes_home() -> None:
+def test_what_configure_model_makes_and_compiles_comes_home():
     one, model = Configured(), Configured()
     on_one_device(max_steps=STEPS).fit(one, DataLoader(dataset(), GLOBAL_BATCH))
     run = L.Trainer(accelerator="cpu", devices=2, strategy="recycle", max_steps=STEPS, **QUIET)
@@ -83,7 +81,7 @@ class InPlace(Configured):
         self.net.compile(backend="aot_eager")
 
 
-def test_a_compilation_that_workers_do_not_get_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compilation_that_workers_do_not_get_is_told(monkeypatch):
     monkeypatch.setattr(SupervisorLauncher, "_launch", lambda *_: None)
     run = L.Trainer(accelerator="cpu", devices=2, strategy="recycle", max_steps=1, **QUIET)
     with pytest.warns(UserWarning, match=r"InPlace\.net will run without being compiled.*configure_model"):

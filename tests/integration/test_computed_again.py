@@ -1,7 +1,5 @@
 """Forwards that are computed again because memory is short: shorter steps within the limit, and the same result."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +31,7 @@ LIMIT = EACH + EACH // 2
 
 
 @pytest.fixture
-def seconds(tmp_path_factory: pytest.TempPathFactory) -> str:
+def seconds(tmp_path_factory) -> str:
     """The path of a profile: plans do not depend on how fast this runs."""
     path = tmp_path_factory.mktemp("profile") / "profile.json"
     stage = StageProfile(0.01, 0.02, 0.01, 0.0, 0.0, EACH, 1000)
@@ -42,7 +40,7 @@ def seconds(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def plans_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def plans_at_once(monkeypatch) -> None:
     """No step begins before the plan for the memory that was measured is there."""
     begin = RunPlans.plan_ahead
 
@@ -60,37 +58,24 @@ def again(schedule: Schedule) -> int:
 @pytest.mark.parametrize(
     ("pipelines", "worker"), sampled([(2, (0, 0)), (2, (1, 0)), (3, (1, 0)), (3, (2, 0))], 1), ids=str
 )
-def test_a_kill_costs_less_within_the_same_limit(
-    pipelines: int, worker: tuple[int, int], seconds: str, tmp_path: Path
-) -> None:
+def test_a_kill_costs_less_within_the_same_limit(pipelines, worker, seconds, tmp_path):
     """Without recomputation one micro-batch at a time fits into stage 0, whose workers then wait for each gradient."""
-    run = exact_fit(
-        Heavy().double(),
-        pipelines,
-        2,
-        [Fault("kill", *worker, step=6)],
-        callbacks=[Peaks(tmp_path)],
-        strategy={"split_backward": True, "memory": LIMIT, "profile": seconds},
-    )
+    faults = [Fault("kill", *worker, step=6)]
+    strategy = {"split_backward": True, "memory": LIMIT, "profile": seconds}
+    run = exact_fit(Heavy().double(), pipelines, 2, faults, callbacks=[Peaks(tmp_path)], strategy=strategy)
     assert failures(run) == [worker]
     after = retime(run.strategy.schedules[-1], Costs.uniform(2, 1.0, 2.0, 1.0))  # what it was planned for
     assert again(after)
     problem = after.problem
-    assert problem.memory is not None
     without = plan(replace(problem, memory=replace(problem.memory, checkpoint=None)))
     assert after.period < 0.95 * without.period
     held = peaks(tmp_path)
     assert held[f"{2 * pipelines - 1} measured"] == 1, "counted in the survivors: at most what fits"
 
 
-def test_it_can_be_switched_off(seconds: str) -> None:
-    run = exact_fit(
-        Heavy().double(),
-        2,
-        2,
-        [Fault("kill", 1, 0, step=6)],
-        strategy={"split_backward": True, "memory": LIMIT, "profile": seconds, "activation_checkpointing": "never"},
-    )
+def test_it_can_be_switched_off(seconds):
+    strategy = {"split_backward": True, "memory": LIMIT, "profile": seconds, "activation_checkpointing": "never"}
+    run = exact_fit(Heavy().double(), 2, 2, [Fault("kill", 1, 0, step=6)], strategy=strategy)
     assert not any(map(again, run.strategy.schedules))
 
 
@@ -107,7 +92,7 @@ class Drawing(Heavy):
 
 
 @pytest.mark.usefixtures("plans_at_once")
-def test_dropout_and_running_statistics_are_as_without(seconds: str) -> None:
+def test_dropout_and_running_statistics_are_as_without(seconds):
     runs = []
     for memory in (LIMIT, 1 << 40):
         L.seed_everything(7)
@@ -122,17 +107,13 @@ def test_dropout_and_running_statistics_are_as_without(seconds: str) -> None:
 
 
 @pytest.mark.parametrize("pipelines", sampled([2, 3], 1))
-def test_dropout_after_a_kill_is_as_without_failure(pipelines: int, seconds: str) -> None:
+def test_dropout_after_a_kill_is_as_without_failure(pipelines, seconds):
     expected = Heavy(dropout=0.3).double()
     fit(expected, 1, 1, strategy={"seed": 3})
     model = Heavy(dropout=0.3).double()
-    run = fit(
-        model,
-        pipelines,
-        2,
-        [Fault("kill", 1, 0, step=6), Fault("kill", 0, 1, step=8, at="backward_input")],
-        strategy={"split_backward": True, "memory": LIMIT, "profile": seconds, "seed": 3},
-    )
+    faults = [Fault("kill", 1, 0, step=6), Fault("kill", 0, 1, step=8, at="backward_input")]
+    strategy = {"split_backward": True, "memory": LIMIT, "profile": seconds, "seed": 3}
+    run = fit(model, pipelines, 2, faults, strategy=strategy)
     assert again(run.strategy.schedules[-1])
     assert len(failures(run)) == 2
     assert difference(model.state_dict(), expected.state_dict()) < 1e-10
@@ -161,7 +142,7 @@ class Ordinary(L.LightningModule):
 
 
 @pytest.mark.usefixtures("plans_at_once")
-def test_the_step_of_an_ordinary_module_is_seen_once(seconds: str) -> None:
+def test_the_step_of_an_ordinary_module_is_seen_once(seconds):
     generator = torch.Generator().manual_seed(1)
     data = TensorDataset(*(torch.randn(240, n, generator=generator, dtype=torch.float64) for n in (8, 1)))
     model, expected = Ordinary().double(), Ordinary().double()
@@ -170,7 +151,7 @@ def test_the_step_of_an_ordinary_module_is_seen_once(seconds: str) -> None:
     run.fit(model, DataLoader(data, batch_size=24))
     plain = on_one_device(max_epochs=1)
     plain.fit(expected, DataLoader(data, batch_size=24))
-    assert again(run.strategy.schedules[-1])  # type: ignore[attr-defined]
+    assert again(run.strategy.schedules[-1])
     assert difference(model.state_dict(), expected.state_dict()) < 1e-10
     assert float(run.callback_metrics["loss"]) == pytest.approx(float(plain.callback_metrics["loss"]))
 
@@ -196,7 +177,7 @@ class Wrapped(PipelineModule):
 
 
 @pytest.mark.parametrize("folder", [False, True])
-def test_weights_that_stages_have_in_common_may_be_in_checkpoint_wrappers(folder: bool, tmp_path: Path) -> None:
+def test_weights_that_stages_have_in_common_may_be_in_checkpoint_wrappers(folder, tmp_path):
     generator = torch.Generator().manual_seed(0)
     data = TensorDataset(*(torch.randn(64, 8, generator=generator, dtype=torch.double) for _ in range(2)))
 

@@ -2,7 +2,6 @@
 
 import signal
 import time
-from pathlib import Path
 
 import pytest
 from support.waiting import PATIENCE, wait_for
@@ -13,7 +12,7 @@ from lightning_recycle.control.client import EXIT_LOST_COORDINATOR
 pytestmark = pytest.mark.long
 
 
-def test_a_coordinator_killed_between_two_steps_goes_on(tmp_path: Path) -> None:
+def test_a_coordinator_killed_between_two_steps_goes_on(tmp_path):
     with cluster(tmp_path, 16, 0.1) as run:
         run.start()
         run.await_step(6)
@@ -24,7 +23,7 @@ def test_a_coordinator_killed_between_two_steps_goes_on(tmp_path: Path) -> None:
         assert '"kind": "failure"' not in record
 
 
-def test_a_worker_that_dies_in_the_same_moment_is_lost_and_replaced(tmp_path: Path) -> None:
+def test_a_worker_that_dies_in_the_same_moment_is_lost_and_replaced(tmp_path):
     with cluster(tmp_path, 24, 0.1, "await") as run:
         run.start("--timeout", "3")
         run.await_step(4)
@@ -36,7 +35,7 @@ def test_a_worker_that_dies_in_the_same_moment_is_lost_and_replaced(tmp_path: Pa
         assert record.count('"kind": "failure"') == record.count('"kind": "rejoined"') == 1, record
 
 
-def test_kills_at_the_start_in_the_middle_and_while_it_goes_on_from_the_last_one(tmp_path: Path) -> None:
+def test_kills_at_the_start_in_the_middle_and_while_it_goes_on_from_the_last_one(tmp_path):
     with cluster(tmp_path, 16, 0.1, "validate") as run:
         run.start("--runs", "2")
         for _ in range(3):  # some have a position, others none, and nobody has begun
@@ -53,7 +52,7 @@ def test_kills_at_the_start_in_the_middle_and_while_it_goes_on_from_the_last_one
         run.end()
 
 
-def test_without_the_file_the_workers_end_and_the_log_says_what_to_do(tmp_path: Path) -> None:
+def test_without_the_file_the_workers_end_and_the_log_says_what_to_do(tmp_path):
     with cluster(tmp_path, 1000, 0.1) as run:
         run.start()
         run.await_step(4)
@@ -65,14 +64,12 @@ def test_without_the_file_the_workers_end_and_the_log_says_what_to_do(tmp_path: 
         assert "start it again from its newest checkpoint" in run.words()
 
 
-def test_workers_that_have_given_up_a_stopped_coordinator_go_on_with_another_one(tmp_path: Path) -> None:
+def test_workers_that_have_given_up_a_stopped_coordinator_go_on_with_another_one(tmp_path):
     with cluster(tmp_path, 16, 0.1) as run:
         run.start("--coordinator-timeout", "2")
         run.await_step(4)
-        assert run.coordinator is not None
         run.coordinator.send_signal(signal.SIGSTOP)
         assert wait_for(lambda: run.words().count("looks for another one") == 4, PATIENCE), run.words()
         run.kill_coordinator()
         run.start_coordinator()
-        record = run.end()
-        assert '"kind": "failure"' not in record
+        assert '"kind": "failure"' not in run.end()

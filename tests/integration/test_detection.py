@@ -58,13 +58,13 @@ def compute_with_gil(seconds: float) -> None:
 
 
 @pytest.mark.long
-def test_two_workers_that_are_stuck_at_once_are_found() -> None:
+def test_two_workers_that_are_stuck_at_once_are_found():
     run = watched(Regression().double(), Fault("deadlock", 1, 0, 4), Fault("deadlock", 0, 1, 4, "reduce"))
     assert sorted(failures(run)) == [(0, 1), (1, 0)]
 
 
 @pytest.mark.long
-def test_a_worker_that_is_stuck_in_an_operation_that_is_new_to_the_plan_is_found() -> None:
+def test_a_worker_that_is_stuck_in_an_operation_that_is_new_to_the_plan_is_found():
     """With 1F1B the backward is fused; the plan for a failure splits it, and nobody has measured a W before."""
     faults = [Fault("kill", 0, 0, 4), Fault("deadlock", 0, 1, 4, "backward_weight")]
     run = watched(Regression().double(), *faults, strategy={"planner": FusedAtFirst()})
@@ -139,13 +139,13 @@ class LongEvaluation(Regression):
 
 
 @pytest.mark.long
-def test_a_slow_first_step_is_no_fault() -> None:
+def test_a_slow_first_step_is_no_fault():
     assert undisturbed(slow(LongFirstStep().double()))
 
 
 @pytest.mark.parametrize("pause", sampled(["hook", "data", "checkpoint", "validation"], 1))
 @pytest.mark.long
-def test_a_long_pause_outside_the_schedule_is_no_fault(pause: str, tmp_path: Any) -> None:
+def test_a_long_pause_outside_the_schedule_is_no_fault(pause, tmp_path):
     arguments: dict[str, Any] = {}
     model = Regression().double()
     if pause == "hook":
@@ -176,7 +176,7 @@ class LongLastStage(Regression):
 
 
 @pytest.mark.long
-def test_an_operation_that_begins_after_a_long_wait_is_no_fault() -> None:
+def test_an_operation_that_begins_after_a_long_wait_is_no_fault():
     """The last stage waits for the first, for more than ten times as long as its forward takes."""
     options = {
         "callbacks": [HeartbeatCallback(interval=0.05, timeout=TIMEOUT), SlowHook("on_train_batch_end", (0,))],
@@ -195,7 +195,7 @@ class AllStall(L.Callback):
 
 
 @pytest.mark.long
-def test_a_stall_of_all_workers_at_once_is_waited_out() -> None:
+def test_a_stall_of_all_workers_at_once_is_waited_out():
     assert failures(slow(Regression().double(), callbacks=[AllStall()])) == []
 
 
@@ -209,13 +209,12 @@ class HoldsGil(L.Callback):
         self._seconds = seconds
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        strategy: Any = trainer.strategy
-        if trainer.global_step == STEP and strategy.grid_rank == 3:
+        if trainer.global_step == STEP and trainer.strategy.grid_rank == 3:
             compute_with_gil(self._seconds)
 
 
 @pytest.mark.long
-def test_a_worker_of_this_machine_that_computes_may_be_silent_for_twelve_seconds() -> None:
+def test_a_worker_of_this_machine_that_computes_may_be_silent_for_twelve_seconds():
     run = fit(Regression().double(), 2, 2, callbacks=[HoldsGil(12.0)])
     assert failures(run) == []
     (waited,) = happened(run, "suspected")

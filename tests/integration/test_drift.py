@@ -4,8 +4,6 @@ Everybody waits before step ``CHANGE`` until the coordinator has announced the c
 however slow the machine is.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -37,8 +35,7 @@ class AwaitChange(L.Callback):
         self.dies = dies
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        strategy: Any = trainer.strategy
-        client = strategy.session.client
+        client = trainer.strategy.session.client
         deadline = time.monotonic() + LONGEST_WAIT
         while (
             trainer.global_step == CHANGE
@@ -76,7 +73,7 @@ def kinds(run: L.Trainer) -> list[str]:
     [({}, None), ({"staggered": False}, None), ({"split_backward": False}, 0.05)],
     ids=["staggered", "together", "clipped, fused backward"],
 )
-def test_weights_are_exact_across_a_change_of_plan(options: dict[str, Any], clip: float | None) -> None:
+def test_weights_are_exact_across_a_change_of_plan(options, clip):
     run = train(clip=clip, **options)
     (change,) = [event for event in run.strategy.history if event.kind == "replanned"]
     assert (change.step, change.generation) == (CHANGE, 0)
@@ -90,7 +87,7 @@ def test_weights_are_exact_across_a_change_of_plan(options: dict[str, Any], clip
     assert run.callback_metrics["recycle/replans"] == 1
 
 
-def test_a_plan_that_needs_other_connections_is_a_regroup_at_a_step_boundary(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_needs_other_connections_is_a_regroup_at_a_step_boundary(monkeypatch):
     monkeypatch.setattr(program, "_FEW_PIPELINES", 0)  # as if there were too many to connect them all
     run = train()
     (change,) = [event for event in run.strategy.history if event.kind == "replanned"]
@@ -100,20 +97,13 @@ def test_a_plan_that_needs_other_connections_is_a_regroup_at_a_step_boundary(mon
     assert forwards(run.strategy.schedules[-1], SLOW) <= 1
 
 
-@pytest.mark.parametrize(
-    "fault",
-    sampled(
-        [
-            Fault("kill", 0, 1, CHANGE),
-            Fault("kill", 0, 1, CHANGE, "reduce"),
-            Fault("kill", 1, 1, CHANGE, "optimizer"),
-            Fault("kill", 1, 0, CHANGE - 1, "optimizer", when="after"),
-        ],
-        2,
-    ),
-    ids=str,
-)
-def test_weights_are_exact_when_a_worker_dies_in_the_first_step_of_a_new_plan(fault: Fault) -> None:
+@pytest.mark.parametrize("fault", sampled([
+    Fault("kill", 0, 1, CHANGE),
+    Fault("kill", 0, 1, CHANGE, "reduce"),
+    Fault("kill", 1, 1, CHANGE, "optimizer"),
+    Fault("kill", 1, 0, CHANGE - 1, "optimizer", when="after"),
+], 2), ids=str)  # fmt: skip
+def test_weights_are_exact_when_a_worker_dies_in_the_first_step_of_a_new_plan(fault):
     run = train(fault)
     assert failures(run) == [(fault.pipeline, fault.stage)]
     assert ("replanned" in kinds(run)) or fault.step < CHANGE
@@ -124,11 +114,11 @@ def test_weights_are_exact_when_a_worker_dies_in_the_first_step_of_a_new_plan(fa
 
 
 @pytest.mark.parametrize("dies", sampled([0, 3], 1))
-def test_weights_are_exact_when_a_worker_dies_while_the_change_is_agreed_on(dies: int) -> None:
+def test_weights_are_exact_when_a_worker_dies_while_the_change_is_agreed_on(dies):
     assert failures(train(dies=dies)) == [divmod(dies, 2)]
 
 
-def test_without_the_callback_no_worker_counts_as_slow() -> None:
+def test_without_the_callback_no_worker_counts_as_slow():
     model = Regression().double()
     slow = Fault("slow", 1, 1, 1, factor=5.0, steps=10)
     run = fit(model, 2, 2, [slow], strategy={"split_backward": True, "rebalance": "never"})

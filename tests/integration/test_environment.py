@@ -27,32 +27,32 @@ def runs() -> list[dict[str, Any]]:
 
 
 @pytest.mark.long
-def test_each_run_of_a_seed_sweep_has_its_own_seed(runs: list[dict[str, Any]]) -> None:
+def test_each_run_of_a_seed_sweep_has_its_own_seed(runs):
     first, second, first_again = (run["weights"] for run in runs)
     assert first != second
     assert first == first_again
 
 
 @pytest.mark.exhaustive
-def test_a_run_of_a_seed_sweep_equals_one_of_a_fresh_process(runs: list[dict[str, Any]]) -> None:
+def test_a_run_of_a_seed_sweep_equals_one_of_a_fresh_process(runs):
     (fresh,) = sweep(2)
     assert runs[1]["weights"] == fresh["weights"]
 
 
 @pytest.mark.long
-def test_what_was_set_or_deleted_between_two_runs_has_arrived(runs: list[dict[str, Any]]) -> None:
+def test_what_was_set_or_deleted_between_two_runs_has_arrived(runs):
     found = [run["found"] for run in runs]
     assert [[worker["set"] for worker in run] for run in found] == [["1"] * 2, ["2"] * 2, ["1"] * 2]
     assert [[worker["deleted"] for worker in run] for run in found] == [["yes"] * 2, [None] * 2, [None] * 2]
 
 
 @pytest.mark.long
-def test_the_environment_is_there_when_a_worker_imports_the_script(runs: list[dict[str, Any]]) -> None:
+def test_the_environment_is_there_when_a_worker_imports_the_script(runs):
     assert [[worker["at import"] for worker in run["found"]] for run in runs] == [["1"] * 2, ["2"] * 2, ["1"] * 2]
 
 
 @pytest.mark.long
-def test_torch_uses_as_many_threads_as_the_environment_says_now(runs: list[dict[str, Any]]) -> None:
+def test_torch_uses_as_many_threads_as_the_environment_says_now(runs):
     assert [[worker["threads"] for worker in run["found"]] for run in runs] == [[1] * 2, [2] * 2, [3] * 2]
 
 
@@ -63,15 +63,12 @@ class Finds(L.Callback):
         self.folder = folder
 
     def on_fit_start(self, trainer: L.Trainer, *_: Any) -> None:
-        strategy: Any = trainer.strategy
-        path = self.folder / f"found-{trainer.global_rank}-{strategy.incarnation}"
+        path = self.folder / f"found-{trainer.global_rank}-{trainer.strategy.incarnation}"
         path.write_text(os.environ.get("OF_THE_RUN", "nothing"))
 
 
 @pytest.mark.long
-def test_a_replacement_has_the_environment_of_the_start_of_its_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replacement_has_the_environment_of_the_start_of_its_run(tmp_path, monkeypatch):
     steps = 40
     monkeypatch.setenv("OF_THE_RUN", "start")
 
@@ -80,15 +77,10 @@ def test_a_replacement_has_the_environment_of_the_start_of_its_run(
         kill(pid)
 
     with Meanwhile(lambda: mark_of(tmp_path, 1, 0), strike):
-        run = exact_fit(
-            Regression().double(),
-            2,
-            1,
-            data=dataset(GLOBAL_BATCH * steps),
-            max_steps=steps,
-            strategy={"max_restarts": 10},
-            callbacks=[AwaitReplacement(range(20, steps), pace=0.1), Marks(tmp_path), Finds(tmp_path)],
-        )
+        data = dataset(GLOBAL_BATCH * steps)
+        callbacks = [AwaitReplacement(range(20, steps), pace=0.1), Marks(tmp_path), Finds(tmp_path)]
+        strategy = {"max_restarts": 10}
+        run = exact_fit(Regression().double(), 2, 1, data=data, max_steps=steps, strategy=strategy, callbacks=callbacks)
     assert rejoined(run) == [(1, 0)]
     assert {path.name: path.read_text() for path in tmp_path.glob("found-*")} == dict.fromkeys(
         ("found-0-0", "found-1-0", "found-1-1"), "start"
@@ -103,7 +95,7 @@ class Listens(Finds):
         return vars(self)
 
 
-def test_workers_have_what_pickling_has_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_have_what_pickling_has_added(tmp_path, monkeypatch):
     monkeypatch.setenv("OF_THE_RUN", "start")
     exact_fit(Regression().double(), 2, 1, max_steps=2, callbacks=[Listens(tmp_path)])
     assert [path.read_text() for path in tmp_path.glob("found-*")] == ["pickled"] * 2

@@ -21,11 +21,11 @@ GRIDS = [(1, 1), (2, 1), (1, 2), (2, 2), (3, 2), (2, 3)]
 
 
 @pytest.mark.parametrize(("pipelines", "stages"), sampled(GRIDS, 3, rest=pytest.mark.long))
-def test_weights_equal_a_plain_loop_on_every_grid(pipelines: int, stages: int) -> None:
+def test_weights_equal_a_plain_loop_on_every_grid(pipelines, stages):
     assert exact_fit(Regression().double(), pipelines, stages).global_step == 10
 
 
-def test_two_workers_of_different_stages_may_die_in_the_same_step() -> None:
+def test_two_workers_of_different_stages_may_die_in_the_same_step():
     faults = [Fault("kill", 0, 1, step=3, at="reduce"), Fault("kill", 2, 0, step=3, at="reduce")]
     assert sorted(failures(exact_fit(Regression().double(), 3, 2, faults))) == [(0, 1), (2, 0)]
 
@@ -38,7 +38,7 @@ def with_dropout_on_one_worker(seed: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("pipelines", "stages"), sampled([(2, 2), (3, 2), (2, 3)], 1, rest=pytest.mark.long))
-def test_dropout_and_augmentation_do_not_depend_on_grid_or_failure(pipelines: int, stages: int) -> None:
+def test_dropout_and_augmentation_do_not_depend_on_grid_or_failure(pipelines, stages):
     model = Regression(dropout=0.5).double()
     faults = [Fault("kill", 0, 0, step=3, at="backward_weight")]
     fit(model, pipelines, stages, faults, data=Noisy(), strategy={"seed": 7})
@@ -46,7 +46,7 @@ def test_dropout_and_augmentation_do_not_depend_on_grid_or_failure(pipelines: in
     assert difference(with_dropout_on_one_worker(8), with_dropout_on_one_worker(7)) > 1e-3  # it is really random
 
 
-def test_shuffled_data_of_two_epochs_is_the_same_on_every_grid() -> None:
+def test_shuffled_data_of_two_epochs_is_the_same_on_every_grid():
     models = [Regression().double() for _ in range(2)]
     for model, grid, faults in zip(models, [(1, 1), (2, 2)], [(), (Fault("kill", 1, 1, step=14),)], strict=True):
         fit(model, *grid, faults, max_steps=-1, max_epochs=2, loader={"shuffle": True, "num_workers": 1})
@@ -54,7 +54,7 @@ def test_shuffled_data_of_two_epochs_is_the_same_on_every_grid() -> None:
 
 
 @pytest.mark.long
-def test_layer_specs_train_like_modules_built_in_one_process() -> None:
+def test_layer_specs_train_like_modules_built_in_one_process():
     model = Regression(specs=True)
     model.materialize(seed=3)
     expected = plain_loop(model.double(), dataset())
@@ -64,43 +64,33 @@ def test_layer_specs_train_like_modules_built_in_one_process() -> None:
     assert difference(lazy.state_dict(), expected) < TOLERANCE
 
 
-def test_precision_64_trains_a_float32_module_in_double() -> None:
+def test_precision_64_trains_a_float32_module_in_double():
     model = Regression()
     expected = plain_loop(copy.deepcopy(model).double(), dataset())
     fit(model, 2, 2, [Fault("kill", 1, 1, step=5)], precision="64-true")
     assert difference(model.state_dict(), expected) < TOLERANCE
 
 
-def test_gradient_norm_clipping_sees_the_whole_model() -> None:
+def test_gradient_norm_clipping_sees_the_whole_model():
     fault = Fault("kill", 1, 2, step=3, at="optimizer")
     exact_fit(Regression(clip_scale=100.0).double(), 2, 3, [fault], gradient_clip_val=0.5)
 
 
-def test_a_scheduler_steps_once_a_step_also_when_the_step_is_redone() -> None:
+def test_a_scheduler_steps_once_a_step_also_when_the_step_is_redone():
     faults = [Fault("kill", 0, 0, step=3, at="backward_input"), Fault("kill", 1, 1, step=7, at="optimizer")]
     exact_fit(Scheduled().double(), 2, 2, faults)
 
 
-@pytest.mark.parametrize(
-    ("grid", "faults", "clip"),
-    sampled(
-        [
-            ((2, 2), [], None),
-            ((1, 3), [], 0.05),
-            ((2, 2), [Fault("kill", 0, 0, 3, at="reduce", when="after")], None),
-            ((2, 2), [Fault("kill", 1, 1, 3, at="reduce")], 0.05),
-            ((2, 2), [Fault("kill", 0, 1, 4, at="optimizer"), Fault("kill", 1, 0, 4, at="backward_weight")], None),
-            ((2, 2), [Fault("kill", 0, 1, 4, at="optimizer", when="after")], None),
-            ((2, 3), [Fault("kill", 1, 1, 2), Fault("kill", 0, 2, 5, at="reduce")], None),
-        ],
-        1,
-        rest=pytest.mark.long,
-    ),
-    ids=str,
-)
-def test_a_weight_that_two_stages_share_trains_as_one_parameter(
-    grid: tuple[int, int], faults: list[Fault], clip: float | None
-) -> None:
+@pytest.mark.parametrize(("grid", "faults", "clip"), sampled([
+    ((2, 2), [], None),
+    ((1, 3), [], 0.05),
+    ((2, 2), [Fault("kill", 0, 0, 3, at="reduce", when="after")], None),
+    ((2, 2), [Fault("kill", 1, 1, 3, at="reduce")], 0.05),
+    ((2, 2), [Fault("kill", 0, 1, 4, at="optimizer"), Fault("kill", 1, 0, 4, at="backward_weight")], None),
+    ((2, 2), [Fault("kill", 0, 1, 4, at="optimizer", when="after")], None),
+    ((2, 3), [Fault("kill", 1, 1, 2), Fault("kill", 0, 2, 5, at="reduce")], None),
+], 1, rest=pytest.mark.long), ids=str)  # fmt: skip
+def test_a_weight_that_two_stages_share_trains_as_one_parameter(grid, faults, clip):
     model = AutoEncoder().double()
     small = {"bucket_cap_mb": 1e-4} if faults else {}  # the tied weight's is one of several
     run = exact_fit(model, *grid, faults, gradient_clip_val=clip, strategy=small)
@@ -126,22 +116,13 @@ class Complex(Regression):
         return [first, Turning(), *layers]
 
 
-@pytest.mark.parametrize(
-    ("grid", "options"),
-    sampled(
-        [
-            ((2, 2), {}),
-            ((3, 1), {"strategy": {"verify": 1.0, "checksum_every": 1}}),
-            ((3, 1), {"gradient_clip_val": 0.05}),
-            ((2, 2), {"gradient_clip_val": 0.05}),
-        ],
-        1,
-        rest=pytest.mark.long,
-    ),
-)
-def test_complex_parameters_train_whatever_looks_at_gradients_and_states(
-    grid: tuple[int, int], options: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize(("grid", "options"), sampled([
+    ((2, 2), {}),
+    ((3, 1), {"strategy": {"verify": 1.0, "checksum_every": 1}}),
+    ((3, 1), {"gradient_clip_val": 0.05}),
+    ((2, 2), {"gradient_clip_val": 0.05}),
+], 1, rest=pytest.mark.long))  # fmt: skip
+def test_complex_parameters_train_whatever_looks_at_gradients_and_states(grid, options):
     run = exact_fit(Complex().double(), *grid, [Fault("kill", 1, 0, step=4)], **options)
     assert failures(run) == [(1, 0)]
     assert not any(happened(run, kind) for kind in ("corruption", "disputed", "incomparable", "not_finite"))
@@ -170,15 +151,11 @@ class Wide(Regression):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "fault",
-    [
-        Fault("kill", 0, 0, step=2, at="forward", when="after"),
-        Fault("kill", 1, 1, step=2, at="backward_input", when="after"),
-    ],
-    ids=["activation", "gradient"],
-)
-def test_a_worker_killed_in_the_middle_of_a_message_holds_nobody_up(fault: Fault) -> None:
+@pytest.mark.parametrize("fault", [
+    Fault("kill", 0, 0, step=2, at="forward", when="after"),
+    Fault("kill", 1, 1, step=2, at="backward_input", when="after"),
+], ids=["activation", "gradient"])  # fmt: skip
+def test_a_worker_killed_in_the_middle_of_a_message_holds_nobody_up(fault):
     """Gloo hands what is to be sent to a thread of its own: right after an operation it is under way."""
     run = exact_fit(Wide().double(), 2, 2, [fault], data=dataset(GLOBAL_BATCH * 4), max_steps=4)
     assert failures(run) == [(fault.pipeline, fault.stage)]

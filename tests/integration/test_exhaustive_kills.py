@@ -78,7 +78,7 @@ def check(grid: Grid, technique: str, fault: Fault) -> None:
     assert committed_steps(run) == list(range(STEPS))
 
 
-def test_the_matrix_holds_every_operation_of_every_worker() -> None:
+def test_the_matrix_holds_every_operation_of_every_worker():
     programs = [
         operations(worker, grid, technique) for grid in GRIDS for worker in grid.workers() for technique in TECHNIQUES
     ]
@@ -95,11 +95,11 @@ def test_the_matrix_holds_every_operation_of_every_worker() -> None:
     ("grid", "technique", "fault"),
     [*SAMPLE[:5], *(pytest.param(*case.values, id=case.id, marks=pytest.mark.long) for case in SAMPLE[5:])],
 )
-def test_a_kill_at_an_operation_changes_nothing(grid: Grid, technique: str, fault: Fault) -> None:
+def test_a_kill_at_an_operation_changes_nothing(grid, technique, fault):
     check(grid, technique, fault)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("grid", "technique", "fault"), ALL)
-def test_a_kill_at_every_operation_changes_nothing(grid: Grid, technique: str, fault: Fault) -> None:
+def test_a_kill_at_every_operation_changes_nothing(grid, technique, fault):
     check(grid, technique, fault)

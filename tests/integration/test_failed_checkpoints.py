@@ -4,7 +4,6 @@ import logging
 import os
 import resource
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,8 @@ from saving import CompleteOnly, checkpoints, saves, wait_until_written
 from support.growth import AwaitReplacement, happened
 from support.models import GLOBAL_BATCH, Regression, dataset
 from support.sampling import sampled
+from support.scripts import completed
 from support.training import difference, plain_loop, trainer
-from support.waiting import PATIENCE
 from torch.utils.data import DataLoader
 
 from lightning_recycle import CheckpointOptions, ReCycleStrategy
@@ -68,9 +67,7 @@ class SameEverywhere(L.Callback):
 
 
 @pytest.mark.parametrize(("background", "sharded"), [(True, False), (True, True), *WAITING])
-def test_a_full_disk_costs_that_checkpoint_and_keeps_the_ones_before(
-    background: bool, sharded: bool, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_full_disk_costs_that_checkpoint_and_keeps_the_ones_before(background, sharded, tmp_path, tmp_path_factory):
     log = tmp_path_factory.mktemp("log") / "workers.log"
     callbacks = [*checkpoints(tmp_path), FullDisk(log), CompleteOnly() if background else SameEverywhere()]
     run = saves((1 if background else 2, 2), callbacks, sharded=sharded, background=background)
@@ -93,15 +90,13 @@ def test_a_full_disk_costs_that_checkpoint_and_keeps_the_ones_before(
 
 
 @pytest.mark.parametrize(("background", "sharded"), [(True, False), *WAITING])
-def test_a_full_disk_ends_the_run_if_wanted(
-    background: bool, sharded: bool, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_full_disk_ends_the_run_if_wanted(background, sharded, tmp_path, tmp_path_factory):
     callbacks = [*checkpoints(tmp_path), FullDisk(tmp_path_factory.mktemp("log") / "workers.log")]
     with pytest.raises(CheckpointError, match=r"step=6\.ckpt .*MB to write.*File too large"):
         saves((1, 2), callbacks, sharded=sharded, background=background, strategy={"on_checkpoint_error": "raise"})
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "linked", "step=2.ckpt", "step=4.ckpt"]
     with pytest.raises(ConfigurationError, match="on_checkpoint_error='stop'"):
-        ReCycleStrategy(checkpoints=CheckpointOptions(on_checkpoint_error="stop"))  # type: ignore[arg-type]
+        ReCycleStrategy(checkpoints=CheckpointOptions(on_checkpoint_error="stop"))
 
 
 IN_SMALL_SPACE = """
@@ -116,12 +111,12 @@ assert torch.load(path) == {"step": 1}
 
 
 @pytest.mark.long
-def test_a_disk_that_is_really_full_is_named_with_what_is_needed_and_what_is_free(tmp_path: Path) -> None:
+def test_a_disk_that_is_really_full_is_named_with_what_is_needed_and_what_is_free(tmp_path):
     if os.geteuid() != 0 or shutil.which("unshare") is None:
         pytest.skip("a small file system needs root and unshare")
     mount = 'mount -t tmpfs -o size=4m none "$0" && exec "$1" -c "$2" "$0"'
     command = ["unshare", "-m", "sh", "-c", mount, str(tmp_path), sys.executable, IN_SMALL_SPACE]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    done = completed(command)
     if "mount" in done.stderr or "unshare" in done.stderr:
         pytest.skip(f"no small file system here: {done.stderr}")
     assert done.returncode == 0, done.stderr
@@ -146,7 +141,7 @@ class Loads(Regression):
 
 @pytest.mark.long
 @pytest.mark.parametrize("sharded", sampled([False, True], 1), ids=["file", "folder"])
-def test_a_replacement_joins_a_run_that_was_resumed(sharded: bool, tmp_path: Path) -> None:
+def test_a_replacement_joins_a_run_that_was_resumed(sharded, tmp_path):
     strategy: dict[str, Any] = {"save_distributed_checkpoint": sharded}
     first, model = Loads().double(), Loads().double()
     first.word = "saved"
@@ -164,7 +159,7 @@ def test_a_replacement_joins_a_run_that_was_resumed(sharded: bool, tmp_path: Pat
 
 
 @pytest.mark.long
-def test_one_that_is_damaged_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_one_that_is_damaged_is_refused_before_anything_starts(tmp_path):
     path = tmp_path / "last.ckpt"
     torch.save({"w": torch.ones(1000)}, path)
     os.truncate(path, 1000)

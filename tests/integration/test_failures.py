@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -56,14 +55,14 @@ def kill_at_random(seed: int) -> threading.Thread:
 
 
 @pytest.mark.parametrize("seed", sampled(range(6), 1))
-def test_a_worker_killed_from_outside_at_any_moment_changes_nothing(seed: int) -> None:
+def test_a_worker_killed_from_outside_at_any_moment_changes_nothing(seed):
     thread = kill_at_random(seed)
     run = exact_fit(Regression().double(), 2, 2, max_steps=60)
     thread.join(10)
     assert len(failures(run)) <= 1
 
 
-def test_a_users_exception_surfaces_once_as_itself_and_quickly() -> None:
+def test_a_users_exception_surfaces_once_as_itself_and_quickly():
     started = time.monotonic()
     with pytest.raises(UserBug, match="a bug in loss") as caught:
         fit(BrokenLoss().double(), 2, 2)
@@ -73,7 +72,7 @@ def test_a_users_exception_surfaces_once_as_itself_and_quickly() -> None:
     assert time.monotonic() - started < 15
 
 
-def test_the_leaders_death_keeps_metrics_and_progress(tmp_path: Path) -> None:
+def test_the_leaders_death_keeps_metrics_and_progress(tmp_path):
     from lightning.pytorch.loggers import CSVLogger
 
     logger = CSVLogger(tmp_path, name="", version="", flush_logs_every_n_steps=1)
@@ -95,7 +94,7 @@ class Retries(L.Callback):
                 raise RuntimeError("the row cannot be read") from error
 
 
-def test_an_exception_shows_its_cause_and_where_both_were_raised() -> None:
+def test_an_exception_shows_its_cause_and_where_both_were_raised():
     with pytest.raises(RuntimeError, match="the row cannot be read") as raised:
         fit(Regression().double(), 2, 2, callbacks=[Retries()])
     shown = str(raised.value.__cause__)
@@ -120,12 +119,12 @@ class Leaves(L.Callback):
 
 @pytest.mark.parametrize("everywhere", sampled([False, True], 1, rest=pytest.mark.long))
 @pytest.mark.parametrize("code", sampled([0, None], 1, rest=pytest.mark.long))
-def test_sys_exit_without_an_error_is_one(code: Any, everywhere: bool) -> None:
+def test_sys_exit_without_an_error_is_one(code, everywhere):
     with pytest.raises(ReCycleError, match=r"Worker \(., .\) called sys\.exit\(0?\) before .*should_stop"):
         fit(Regression().double(), 2, 2, callbacks=[Leaves(sys.exit, code, everywhere)])
 
 
-def test_sys_exit_with_a_status_ends_the_launching_process_with_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_sys_exit_with_a_status_ends_the_launching_process_with_it(caplog):
     with pytest.raises(SystemExit) as ended:
         fit(Regression().double(), 2, 2, callbacks=[Leaves(sys.exit, 3)])
     assert ended.value.code == 3
@@ -133,7 +132,7 @@ def test_sys_exit_with_a_status_ends_the_launching_process_with_it(caplog: pytes
 
 
 @pytest.mark.long
-def test_a_process_that_just_ends_is_a_failure_whatever_its_status() -> None:
+def test_a_process_that_just_ends_is_a_failure_whatever_its_status():
     assert failures(exact_fit(Regression().double(), 2, 2, callbacks=[Leaves(os._exit, 0)])) == [(0, 1)]
     with pytest.raises(StageLostError, match="it exited with code 0"):
         fit(Regression().double(), 2, 2, callbacks=[Leaves(os._exit, 0, everywhere=True)])

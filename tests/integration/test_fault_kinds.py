@@ -3,7 +3,6 @@
 import itertools
 import json
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,7 +57,7 @@ OTHERS = [case for case in itertools.product(CAUSES, OPERATIONS, ["before", "aft
 @pytest.mark.parametrize(
     ("kind", "at", "when"), [*ALWAYS, *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in OTHERS)]
 )
-def test_a_fault_is_survived_named_and_leaves_exact_weights(kind: str, at: str, when: str) -> None:
+def test_a_fault_is_survived_named_and_leaves_exact_weights(kind, at, when):
     run = train(Fault(kind, 1, 0, 4, at, when=when))
     (failure,) = happened(run, "failure")
     assert (failure.worker, failure.details["kind"]) == ((1, 0), kind)
@@ -70,7 +69,7 @@ def test_a_fault_is_survived_named_and_leaves_exact_weights(kind: str, at: str, 
 
 
 @pytest.mark.parametrize("when", sampled(["before", "after"], 1, rest=pytest.mark.long))
-def test_a_slow_worker_is_no_failed_worker(when: str) -> None:
+def test_a_slow_worker_is_no_failed_worker(when):
     run = train(Fault("slow", 1, 0, 4, factor=5.0, steps=3, when=when))
     assert not failures(run)
     assert undisturbed(run)
@@ -78,7 +77,7 @@ def test_a_slow_worker_is_no_failed_worker(when: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", sampled(["kill", "hang"], 1, rest=pytest.mark.long))
-def test_a_whole_node_may_fail_at_once(kind: str) -> None:
+def test_a_whole_node_may_fail_at_once(kind):
     assert sorted(failures(train(*(Fault(kind, 1, stage, 4) for stage in (0, 1))))) == [(1, 0), (1, 1)]
 
 
@@ -86,7 +85,7 @@ def test_a_whole_node_may_fail_at_once(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["deadlock", *sampled(["kill", "exception", "hang"], 0, rest=pytest.mark.long)])
-def test_a_worker_may_fail_in_the_middle_of_the_recovery_from_another_failure(kind: str) -> None:
+def test_a_worker_may_fail_in_the_middle_of_the_recovery_from_another_failure(kind):
     run = train(Fault("kill", 1, 0, 4), Fault(kind, 0, 1, at="recovery"))
     assert failures(run) == [(1, 0), (0, 1)]
     assert any(cause in causes(run)[1] for cause in CAUSES[kind])
@@ -94,7 +93,7 @@ def test_a_worker_may_fail_in_the_middle_of_the_recovery_from_another_failure(ki
 
 @pytest.mark.parametrize("kind", sampled(["kill", "exception"], 1, rest=pytest.mark.long))
 @pytest.mark.parametrize("restart", [False, True])
-def test_a_worker_may_fail_before_the_first_generation(kind: str, restart: bool) -> None:
+def test_a_worker_may_fail_before_the_first_generation(kind, restart):
     callbacks = [AwaitReplacement([7])] if restart else []
     run = train(Fault(kind, 0, 1, at="setup"), strategy={"max_restarts": 10 if restart else 0}, callbacks=callbacks)
     assert failures(run) == [(0, 1)]
@@ -104,7 +103,7 @@ def test_a_worker_may_fail_before_the_first_generation(kind: str, restart: bool)
 @pytest.mark.parametrize(
     ("kind", "worker"), sampled([("kill", (0, 1)), ("exception", (0, 1)), ("hang", (1, 0))], 1, rest=pytest.mark.long)
 )
-def test_a_worker_may_fail_after_the_last_step(kind: str, worker: tuple[int, int]) -> None:
+def test_a_worker_may_fail_after_the_last_step(kind, worker):
     run = train(Fault(kind, *worker, at="end"))
     assert failures(run) == [worker]
     assert "train_loss" in run.callback_metrics
@@ -112,7 +111,7 @@ def test_a_worker_may_fail_after_the_last_step(kind: str, worker: tuple[int, int
 
 
 @pytest.mark.parametrize("kind", sampled(["kill", "exception", "hang"], 1, rest=pytest.mark.long))
-def test_the_next_leader_writes_the_checkpoint_that_the_last_one_did_not(kind: str, tmp_path: Path) -> None:
+def test_the_next_leader_writes_the_checkpoint_that_the_last_one_did_not(kind, tmp_path):
     checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1, filename="{step}")
     fault = Fault(kind, 0, 1, step=4, at="checkpoint")
     waits = {"background": False}
@@ -125,7 +124,7 @@ def test_the_next_leader_writes_the_checkpoint_that_the_last_one_did_not(kind: s
 
 
 @pytest.mark.parametrize("kind", sampled(["kill", "hang"], 1, rest=pytest.mark.long))
-def test_a_worker_may_fail_in_a_validation(kind: str) -> None:
+def test_a_worker_may_fail_in_a_validation(kind):
     loader = DataLoader(dataset(48), batch_size=12)
     values = []
     for faults in ([], [Fault(kind, 0, 1, at="validation", step=5)]):
@@ -138,7 +137,7 @@ def test_a_worker_may_fail_in_a_validation(kind: str) -> None:
 # ---------------------------------------------------------------------- the record
 
 
-def test_every_event_is_one_line_of_json_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_every_event_is_one_line_of_json_in_the_log(caplog):
     with caplog.at_level(logging.DEBUG, logger="lightning_recycle.events"):
         faults = [Fault("kill", 0, 0, 4, "reduce"), Fault("preempt", 0, 1, 7)]
         strategy = {"split_backward": False, "rebalance": "never"}  # what is measured is no event then

@@ -1,7 +1,6 @@
 """The helpers of multiprocessing may die: the fork server that starts workers, and its resource tracker."""
 
 import time
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -21,7 +20,7 @@ def helpers(name: str) -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize("name", sampled(["forkserver", "resource_tracker"], 1))
-def test_the_run_goes_on_and_so_do_replacements_and_the_next_run(name: str, tmp_path: Path) -> None:
+def test_the_run_goes_on_and_so_do_replacements_and_the_next_run(name, tmp_path):
     def strike(found: Any) -> None:
         for helper in helpers(name):
             helper.kill()
@@ -30,15 +29,9 @@ def test_the_run_goes_on_and_so_do_replacements_and_the_next_run(name: str, tmp_
 
     first = [AwaitReplacement(range(20, STEPS), pace=0.1), Marks(tmp_path)]
     with Meanwhile(lambda: mark_of(tmp_path, 3, 0), strike):
-        run = exact_fit(
-            Regression().double(),
-            2,
-            2,
-            data=dataset(GLOBAL_BATCH * STEPS),
-            max_steps=STEPS,
-            strategy={"max_restarts": 10},
-            callbacks=first,
-        )
+        data = dataset(GLOBAL_BATCH * STEPS)
+        strategy = {"max_restarts": 10}
+        run = exact_fit(Regression().double(), 2, 2, data=data, max_steps=STEPS, strategy=strategy, callbacks=first)
     assert failures(run) == rejoined(run) == [(1, 1)]
     (cause,) = causes(run)
     assert cause == "it was killed by SIGKILL" if name == "resource_tracker" else "fork server" in cause

@@ -5,30 +5,9 @@ from typing import Any
 
 import lightning as L
 import pytest
+import sharded
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from sharded import (
-    BATCH,
-    BOTH,
-    FSDP,
-    STEPS,
-    TENSOR,
-    AtCollective,
-    AtHook,
-    Kill,
-    Ordinary,
-    Waits,
-    dataset,
-    die,
-    error,
-    exact_fit,
-    fit,
-    lost,
-    make_parallel,
-    parts_of,
-    plain_loop,
-    trainer_for,
-)
 from support.blocks import WIDTH, blocks
 from support.training import TOLERANCE
 from torch import Tensor, nn
@@ -52,7 +31,7 @@ class Unevenly(nn.Module):
         return x + self.scale * self.down(torch.tanh(self.up(x)))
 
 
-class Metrics(Ordinary):
+class Metrics(sharded.Ordinary):
     """Logs, metrics and what hooks gather must not depend on how many processes hold a position."""
 
     def __init__(self) -> None:
@@ -73,27 +52,22 @@ class Metrics(Ordinary):
         self.seen.setdefault("ranks", gathered.flatten().tolist())
 
 
-def test_evaluation_metrics_and_gathering_count_parts_of_the_data() -> None:
+def test_evaluation_metrics_and_gathering_count_parts_of_the_data():
     module, layers = Metrics(), uneven()
-    trainer = fit(
-        module,
-        (2, 1, 3, 1),
-        Kill(4, 1, 1),
-        validates=True,
-        val=Subset(dataset(), range(50)),
-        max_epochs=1,
-        max_steps=-1,
+    val = Subset(sharded.dataset(), range(50))
+    trainer = sharded.fit(
+        module, (2, 1, 3, 1), sharded.Kill(4, 1, 1), validates=True, val=val, max_epochs=1, max_steps=-1
     )
-    optimizer, data = torch.optim.AdamW(layers.parameters(), lr=0.01), dataset()
+    optimizer, data = torch.optim.AdamW(layers.parameters(), lr=0.01), sharded.dataset()
     losses = []
-    for step in range(len(data) // (6 * BATCH)):
-        x, y = data[step * 6 * BATCH : (step + 1) * 6 * BATCH]
+    for step in range(len(data) // (6 * sharded.BATCH)):
+        x, y = data[step * 6 * sharded.BATCH : (step + 1) * 6 * sharded.BATCH]
         optimizer.zero_grad()
         loss = (layers(x) - y).square().mean()
         loss.backward()
         losses.append(float(loss))
         optimizer.step()
-    assert error(module, layers) < TOLERANCE
+    assert sharded.error(module, layers) < TOLERANCE
     x, y = data[:50]
     output = layers(x).detach()
     found = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -103,7 +77,7 @@ def test_evaluation_metrics_and_gathering_count_parts_of_the_data() -> None:
     assert module.seen["ranks"] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
 
-class OnMeta(Ordinary):
+class OnMeta(sharded.Ordinary):
     """No process ever has all layers; a hook gives them their first values."""
 
     def __init__(self, hook: bool = True, learning_rate: float = 0.01) -> None:
@@ -132,13 +106,13 @@ def saved(
 ) -> Any:
     """The weights in the last checkpoint of a run."""
     keep = ModelCheckpoint(path, save_last=True, every_n_train_steps=1)
-    trainer = fit(module, grid, keep, *callbacks, enable_checkpointing=True, **kwargs)
+    trainer = sharded.fit(module, grid, keep, *callbacks, enable_checkpointing=True, **kwargs)
     state = torch.load(path / "last.ckpt", weights_only=True)["state_dict"]
     return trainer, {name.removeprefix("model."): value for name, value in state.items()}
 
 
 @pytest.mark.long
-def test_first_values_of_layers_made_on_the_meta_device_do_not_depend_on_the_grid(tmp_path: Path) -> None:
+def test_first_values_of_layers_made_on_the_meta_device_do_not_depend_on_the_grid(tmp_path):
     grids = ((1, 1, 2, 1), (2, 1, 2, 1), (1, 1, 2, 2))
     found = [saved(tmp_path / str(g), OnMeta(False, 0.0), g, max_steps=1)[1] for g in grids]
     for name, value in found[0].items():
@@ -147,42 +121,40 @@ def test_first_values_of_layers_made_on_the_meta_device_do_not_depend_on_the_gri
 
 
 @pytest.mark.long
-def test_a_replacement_for_a_member_whose_layers_were_made_on_the_meta_device(tmp_path: Path) -> None:
+def test_a_replacement_for_a_member_whose_layers_were_made_on_the_meta_device(tmp_path):
     limits = {"max_steps": 20, "max_epochs": 9, "strategy": {"max_restarts": 4}}
-    trainer, weights = saved(tmp_path, OnMeta(), (2, 1, 2, 1), Kill(1, 1, 2), Kill(2, 18, 1), Waits(2), **limits)
+    trainer, weights = saved(
+        tmp_path, OnMeta(), (2, 1, 2, 1), sharded.Kill(1, 1, 2), sharded.Kill(2, 18, 1), sharded.Waits(2), **limits
+    )
     assert any(event.kind == "rejoined" for event in trainer.strategy.history)
-    expected = plain_loop(4, steps=20)
+    expected = sharded.plain_loop(4, steps=20)
     assert max(float((weights[name] - p).detach().abs().max()) for name, p in expected.named_parameters()) < TOLERANCE
 
 
-class Partly(Ordinary):
+class Partly(sharded.Ordinary):
     def configure_model(self) -> None:
-        make_parallel(self.model[:1], self.device_mesh)
+        sharded.make_parallel(self.model[:1], self.device_mesh)
 
 
-class Itself(Ordinary):
+class Itself(sharded.Ordinary):
     def configure_model(self) -> None:
         fully_shard(self, mesh=self.device_mesh["data_parallel"])
 
 
-class AsOne(Ordinary):
+class AsOne(sharded.Ordinary):
     def configure_model(self) -> None:
         fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("module", "stages", "error", "expected"),
-    [
-        (Partly(), 1, ConfigurationError, "leaves parameters that each of them would train alone: model.1.norm.weight"),
-        (Itself(), 1, UnsupportedFeatureError, r"calls fully_shard\(self\), whose forward a step does not call"),
-        (AsOne(), 2, UnsupportedFeatureError, r"fully_shard\(\) for AsOne\.model, whose layers are on several stages"),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_what_would_be_wrong_is_refused(module: Any, stages: int, error: Any, expected: str) -> None:
+@pytest.mark.parametrize(("module", "stages", "error", "expected"), [
+    (Partly(), 1, ConfigurationError, "leaves parameters that each of them would train alone: model.1.norm.weight"),
+    (Itself(), 1, UnsupportedFeatureError, r"calls fully_shard\(self\), whose forward a step does not call"),
+    (AsOne(), 2, UnsupportedFeatureError, r"fully_shard\(\) for AsOne\.model, whose layers are on several stages"),
+], ids=lambda value: type(value).__name__)  # fmt: skip
+def test_what_would_be_wrong_is_refused(module, stages, error, expected):
     with pytest.raises(error, match=expected):
-        fit(module, (1, stages, 2, 1), strategy={"layers": "model"} if stages > 1 else {})
+        sharded.fit(module, (1, stages, 2, 1), strategy={"layers": "model"} if stages > 1 else {})
 
 
 COLLECTIVES = {(2, 1): 14, (2, 2): 22}
@@ -199,12 +171,12 @@ each of two micro-batches 4 gathers of parameters and 2 sums of gradients, or 4 
         for number in range(count)
     ],
 )
-def test_weights_equal_after_a_member_is_killed_before_a_collective(grid: Any, number: int) -> None:
+def test_weights_equal_after_a_member_is_killed_before_a_collective(grid, number):
     members = grid[2] * grid[3]
-    exact_fit(Ordinary(), grid, AtCollective(members + number % members, 1, number))
+    sharded.exact_fit(sharded.Ordinary(), grid, sharded.AtCollective(members + number % members, 1, number))
 
 
-class Uneven(Ordinary):
+class Uneven(sharded.Ordinary):
     def __init__(self) -> None:
         super().__init__()
         self.model = uneven()
@@ -216,28 +188,25 @@ def uneven() -> nn.Sequential:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("writer", "reader"),
-    [
-        ((1, 1, 3, 1), (3, 1, 1, 1)),
-        ((3, 1, 1, 1), (1, 1, 3, 1)),
-        ((2, 1, 3, 1), (1, 1, 6, 1)),
-        ((3, 1, 2, 1), (2, 1, 3, 1)),
-    ],
-)
-def test_a_folder_goes_on_with_any_number_of_uneven_shards(writer: Any, reader: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("writer", "reader"), [
+    ((1, 1, 3, 1), (3, 1, 1, 1)),
+    ((3, 1, 1, 1), (1, 1, 3, 1)),
+    ((2, 1, 3, 1), (1, 1, 6, 1)),
+    ((3, 1, 2, 1), (2, 1, 3, 1)),
+])  # fmt: skip
+def test_a_folder_goes_on_with_any_number_of_uneven_shards(writer, reader, tmp_path):
     options: Any = {"strategy": {"save_distributed_checkpoint": True}, "enable_checkpointing": True}
     keep = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=2)
-    fit(Uneven(), writer, keep, max_steps=2, **options)
-    exact_fit(Uneven(), reader, max_steps=4, ckpt_path=tmp_path / "step=2.ckpt", layers=uneven())
+    sharded.fit(Uneven(), writer, keep, max_steps=2, **options)
+    sharded.exact_fit(Uneven(), reader, max_steps=4, ckpt_path=tmp_path / "step=2.ckpt", layers=uneven())
 
 
 # ---------------------------------------------------------------------- outside of steps
 
-MESHES = [FSDP, BOTH, (1, 2, 2, 1), TENSOR, (1, 2, 2)]
+MESHES = [sharded.FSDP, sharded.BOTH, (1, 2, 2, 1), sharded.TENSOR, (1, 2, 2)]
 
 
-class Evaluated(Ordinary):
+class Evaluated(sharded.Ordinary):
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.validation_step(batch, batch_idx)
 
@@ -253,29 +222,27 @@ class InDying(L.Callback):
         self.rank, self.seen = rank, 0
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        strategy: Any = trainer.strategy
-        if strategy.grid_rank == self.rank and strategy.incarnation == 0:
-            model: Any = pl_module.model
-            model[-1].register_forward_hook(self.count)
+        if trainer.strategy.grid_rank == self.rank and trainer.strategy.incarnation == 0:
+            pl_module.model[-1].register_forward_hook(self.count)
 
     def count(self, *_: Any) -> None:
         self.seen += 1
         if self.seen == 2:
-            die()
+            sharded.die()
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("grid", "dies"), [*((grid, False) for grid in MESHES), *((grid, True) for grid in MESHES if grid[0] > 1)], ids=str
 )
-def test_tests_and_predictions_are_those_of_one_device(grid: tuple[int, ...], dies: bool) -> None:
-    layers, data = blocks(), Subset(dataset(), range(50))
-    x, y = dataset()[:50]
+def test_tests_and_predictions_are_those_of_one_device(grid, dies):
+    layers, data = blocks(), Subset(sharded.dataset(), range(50))
+    x, y = sharded.dataset()[:50]
     for function in ("test", "predict"):
         options: dict[str, Any] = {"strategy": {"layers": "model"} if grid[1] > 1 else {}}
-        trainer = trainer_for(grid, *([InDying(1)] if dies else []), **options)
-        found = getattr(trainer, function)(Evaluated(), DataLoader(data, batch_size=BATCH))
-        assert lost(trainer) == dies
+        trainer = sharded.trainer_for(grid, *([InDying(1)] if dies else []), **options)
+        found = getattr(trainer, function)(Evaluated(), DataLoader(data, batch_size=sharded.BATCH))
+        assert sharded.lost(trainer) == dies
         output = layers(x).detach()
         if function == "test":
             assert abs(found[0]["val"] - float((output - y).square().mean())) < 1e-6
@@ -292,7 +259,7 @@ class Asking(AsOne):
 
     def configure_model(self) -> None:
         if self.device_mesh is not None and self.device_mesh["data_parallel"].size() == 1:
-            return Ordinary.configure_model(self)
+            return sharded.Ordinary.configure_model(self)
         return super().configure_model() if self.device_mesh is not None else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -301,7 +268,7 @@ class Asking(AsOne):
 
     def ask(self) -> None:
         with torch.no_grad():
-            self.answers.append(self(dataset()[:6][0]).clone())
+            self.answers.append(self(sharded.dataset()[:6][0]).clone())
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.ask()
@@ -311,18 +278,20 @@ class Asking(AsOne):
 
 
 def answers_of_one_device(parts: int) -> list[Tensor]:
-    found, x = [blocks()(dataset()[:6][0])], dataset()[:6][0]
-    for step in range(1, STEPS + 1):
-        found += [plain_loop(parts, steps=step)(x)] * 2
+    found, x = [blocks()(sharded.dataset()[:6][0])], sharded.dataset()[:6][0]
+    for step in range(1, sharded.STEPS + 1):
+        found += [sharded.plain_loop(parts, steps=step)(x)] * 2
     return [answer.detach() for answer in found[:-1]]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("grid", [FSDP, TENSOR], ids=str)
-@pytest.mark.parametrize("victim", [None, AtHook(1, "on_train_batch_end", 1), AtHook(2, "on_train_batch_start", 2)])
-def test_hooks_evaluate_the_module_as_on_one_device(grid: tuple[int, ...], victim: L.Callback | None) -> None:
-    module, parts = Asking(), parts_of(grid)
-    exact_fit(module, grid, *([] if victim is None else [victim]), validates=True, val_check_interval=2)
+@pytest.mark.parametrize("grid", [sharded.FSDP, sharded.TENSOR], ids=str)
+@pytest.mark.parametrize(
+    "victim", [None, sharded.AtHook(1, "on_train_batch_end", 1), sharded.AtHook(2, "on_train_batch_start", 2)]
+)
+def test_hooks_evaluate_the_module_as_on_one_device(grid, victim):
+    module, parts = Asking(), sharded.parts_of(grid)
+    sharded.exact_fit(module, grid, *([] if victim is None else [victim]), validates=True, val_check_interval=2)
     for found, expected in zip(module.answers, answers_of_one_device(parts), strict=True):
         assert (found - expected).abs().max() < TOLERANCE
 
@@ -330,7 +299,7 @@ def test_hooks_evaluate_the_module_as_on_one_device(grid: tuple[int, ...], victi
 PRECISIONS = [("bf16-true", torch.bfloat16, 0.03), ("bf16-mixed", torch.float32, 0.01)]
 
 
-class InFloat32(Ordinary):
+class InFloat32(sharded.Ordinary):
     def __init__(self) -> None:
         super().__init__()
         self.model.float()
@@ -342,12 +311,12 @@ class InFloat32(Ordinary):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("grid", [FSDP, BOTH, TENSOR], ids=str)
+@pytest.mark.parametrize("grid", [sharded.FSDP, sharded.BOTH, sharded.TENSOR], ids=str)
 @pytest.mark.parametrize(("precision", "dtype", "tolerance"), PRECISIONS)
-def test_half_precisions_train_as_on_one_device(grid: Any, precision: Any, dtype: Any, tolerance: float) -> None:
+def test_half_precisions_train_as_on_one_device(grid, precision, dtype, tolerance):
     module, alone = InFloat32(), InFloat32()
-    fit(module, grid, Kill(1, 1, 2), precision=precision)
-    fit(alone, (parts_of(grid), 1, 1), precision=precision)
+    sharded.fit(module, grid, sharded.Kill(1, 1, 2), precision=precision)
+    sharded.fit(alone, (sharded.parts_of(grid), 1, 1), precision=precision)
     assert {p.dtype for p in module.parameters()} == {dtype}
-    assert error(module, alone.model) < tolerance
-    assert error(module, blocks().to(dtype)) > tolerance, "the training changed nothing"
+    assert sharded.error(module, alone.model) < tolerance
+    assert sharded.error(module, blocks().to(dtype)) > tolerance, "the training changed nothing"

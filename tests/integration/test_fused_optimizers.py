@@ -1,7 +1,5 @@
 """Optimizers of torch that step all parameters at once, with a tensor as counter: as exact as others, whoever dies."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -53,7 +51,7 @@ def weights(module: nn.Module) -> list[torch.Tensor]:
 
 def halve(module: nn.Module) -> None:
     for p in module.parameters():
-        p.grad = p.grad * 0.5  # type: ignore[operator]
+        p.grad = p.grad * 0.5
 
 
 def snapshot(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -68,7 +66,7 @@ def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_wrong_speculative_step_is_made_again(kind: str) -> None:
+def test_a_wrong_speculative_step_is_made_again(kind):
     expected, module = steps(kind)
     halve(module)
     expected.step()
@@ -87,7 +85,7 @@ def test_a_wrong_speculative_step_is_made_again(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_state_is_rewound_more_than_once(kind: str) -> None:
+def test_a_state_is_rewound_more_than_once(kind):
     optimizer, _ = steps(kind)
     before, kept = snapshot(optimizer), OptimizerState(optimizer, None)
     for _ in range(2):
@@ -98,19 +96,13 @@ def test_a_state_is_rewound_more_than_once(kind: str) -> None:
 
 
 @pytest.mark.parametrize("at", sampled(["forward", "reduce", "optimizer"], 1))
-def test_weights_are_exact_after_a_kill(at: str) -> None:
+def test_weights_are_exact_after_a_kill(at):
     run = exact_fit(Fused().double(), 2, 2, [Fault("kill", pipeline=1, stage=0, step=4, at=at)])
     assert failures(run) == [(1, 0)]
 
 
-def test_a_replacement_gets_the_counters_too() -> None:
-    run = exact_fit(
-        Fused().double(),
-        2,
-        2,
-        [Fault("kill", 1, 1, step=1)],
-        strategy={"max_restarts": 10},
-        callbacks=[AwaitReplacement([4])],
-    )
+def test_a_replacement_gets_the_counters_too():
+    faults = [Fault("kill", 1, 1, step=1)]
+    run = exact_fit(Fused().double(), 2, 2, faults, strategy={"max_restarts": 10}, callbacks=[AwaitReplacement([4])])
     assert rejoined(run) == [(1, 1)]
     assert committed_steps(run) == list(range(10))

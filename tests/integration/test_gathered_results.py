@@ -27,30 +27,27 @@ HERE = Path(__file__).parent
 STEPS = 4
 
 
-@pytest.mark.parametrize(
-    ("wanted", "local", "small", "large"),
-    [
-        ("auto", True, ResultRoute.MESSAGES, ResultRoute.FILES),
-        (True, True, ResultRoute.MESSAGES, ResultRoute.FILES),
-        ("auto", False, ResultRoute.MESSAGES, ResultRoute.STAYS),
-        (True, False, ResultRoute.MESSAGES, ResultRoute.MESSAGES),
-        (False, True, ResultRoute.STAYS, ResultRoute.STAYS),
-        (False, False, ResultRoute.STAYS, ResultRoute.STAYS),
-    ],
-)
-def test_how_results_come_home(wanted: Any, local: bool, small: ResultRoute, large: ResultRoute) -> None:
+@pytest.mark.parametrize(("wanted", "local", "small", "large"), [
+    ("auto", True, ResultRoute.MESSAGES, ResultRoute.FILES),
+    (True, True, ResultRoute.MESSAGES, ResultRoute.FILES),
+    ("auto", False, ResultRoute.MESSAGES, ResultRoute.STAYS),
+    (True, False, ResultRoute.MESSAGES, ResultRoute.MESSAGES),
+    (False, True, ResultRoute.STAYS, ResultRoute.STAYS),
+    (False, False, ResultRoute.STAYS, ResultRoute.STAYS),
+])  # fmt: skip
+def test_how_results_come_home(wanted, local, small, large):
     gathering = Gathering(wanted, 1000, local)
     assert (gathering.route(999), gathering.route(1000)) == (small, large)
     assert gathering.depends_on_size or small is large
 
 
-def test_an_unknown_choice_is_refused() -> None:
+def test_an_unknown_choice_is_refused():
     with pytest.raises(ConfigurationError, match="gather_result='never'"):
         fit(Regression().double(), 2, 2, strategy={"gather_result": "never"})
 
 
 @pytest.fixture
-def read(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+def read(monkeypatch) -> list[Path]:
     """The files from which results were read; every result is large."""
     found: list[Path] = []
     true_read = run_results.StageResultFile.read
@@ -70,9 +67,7 @@ def optimizer_tensors(run: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("faults", [[], [Fault("kill", 0, 1, at="end")]], ids=["undisturbed", "killed at the end"])
-def test_what_is_large_comes_home_in_files_and_is_the_same(
-    read: list[Path], monkeypatch: pytest.MonkeyPatch, faults: list[Fault]
-) -> None:
+def test_what_is_large_comes_home_in_files_and_is_the_same(read, monkeypatch, faults):
     model = Regression().double()
     run = exact_fit(model, 2, 2, faults)
     assert len(read) == 2
@@ -89,9 +84,7 @@ def test_what_is_large_comes_home_in_files_and_is_the_same(
     assert run.callback_metrics.keys() == other.callback_metrics.keys()
 
 
-def test_where_files_cannot_be_written_the_result_comes_in_messages(
-    read: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_files_cannot_be_written_the_result_comes_in_messages(read, monkeypatch):
     @contextmanager
     def nowhere() -> Iterator[str]:
         yield "/dev/null/results"
@@ -101,22 +94,14 @@ def test_where_files_cannot_be_written_the_result_comes_in_messages(
     assert not read
 
 
-def test_weights_that_stay_are_in_the_checkpoints_and_nothing_else_is_taken_for_them(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_weights_that_stay_are_in_the_checkpoints_and_nothing_else_is_taken_for_them(tmp_path, caplog):
     model = Regression().double()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     checkpoints = ModelCheckpoint(dirpath=tmp_path, save_last=True, every_n_train_steps=1)
-    run = fit(
-        model,
-        2,
-        2,
-        [Fault("kill", 1, 0, step=2)],
-        max_steps=STEPS,
-        strategy={"gather_result": False, "save_distributed_checkpoint": True},
-        callbacks=[checkpoints],
-        enable_checkpointing=True,
-    )
+    faults = [Fault("kill", 1, 0, step=2)]
+    strategy = {"gather_result": False, "save_distributed_checkpoint": True}
+    callbacks = [checkpoints]
+    run = fit(model, 2, 2, faults, max_steps=STEPS, strategy=strategy, callbacks=callbacks, enable_checkpointing=True)
     assert difference(model.state_dict(), before) == 0
     assert "not the trained one" in caplog.text
     assert "stay in the workers" in run.strategy.missing_weights
@@ -135,7 +120,7 @@ def test_weights_that_stay_are_in_the_checkpoints_and_nothing_else_is_taken_for_
 
 
 @pytest.mark.long
-def test_a_worker_that_was_started_by_hand_keeps_its_stage_and_says_so(port: int) -> None:
+def test_a_worker_that_was_started_by_hand_keeps_its_stage_and_says_so(port):
     script = (
         "from test_workers_from_outside import train\n"
         "if __name__ == '__main__':\n"

@@ -88,9 +88,7 @@ def send(signum: signal.Signals) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("signum", sampled([signal.SIGTERM, signal.SIGINT], 1), ids=["SIGTERM", "SIGINT"])
-def test_the_checkpoint_is_where_lightning_looks_for_that_of_a_preempted_job(
-    signum: signal.Signals, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_checkpoint_is_where_lightning_looks_for_that_of_a_preempted_job(signum, tmp_path, caplog):
     interrupt(tmp_path, send(signum), STATUS[signum], strategy={"save_on_signal": True})
     assert only_file(tmp_path).name == "hpc_ckpt_1.ckpt"
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
@@ -100,7 +98,7 @@ def test_the_checkpoint_is_where_lightning_looks_for_that_of_a_preempted_job(
 
 
 @pytest.mark.parametrize("kind", ["path", "OnExceptionCheckpoint", "ModelCheckpoint"])
-def test_what_the_user_asked_for_is_written(kind: str, tmp_path: Path) -> None:
+def test_what_the_user_asked_for_is_written(kind, tmp_path):
     path = tmp_path / "preempted.ckpt"
     asked: dict[str, Any] = {
         "path": {"strategy": {"save_on_signal": path}},
@@ -112,7 +110,7 @@ def test_what_the_user_asked_for_is_written(kind: str, tmp_path: Path) -> None:
     check_resumed(path, tmp_path)
 
 
-def test_with_accumulation_the_run_ends_when_the_optimizer_has_stepped(tmp_path: Path) -> None:
+def test_with_accumulation_the_run_ends_when_the_optimizer_has_stepped(tmp_path):
     options = {"accumulate_grad_batches": 7, "strategy": {"save_on_signal": True}}
     interrupt(tmp_path, send(signal.SIGTERM), 143, **options)
     saved = torch.load(only_file(tmp_path), weights_only=True)["loops"]["fit_loop"]
@@ -120,18 +118,17 @@ def test_with_accumulation_the_run_ends_when_the_optimizer_has_stepped(tmp_path:
     check_resumed("hpc", tmp_path, batches=7)
 
 
-def test_the_last_step_is_logged(tmp_path: Path) -> None:
+def test_the_last_step_is_logged(tmp_path):
     path = tmp_path / "preempted.ckpt"
     logger = CSVLogger(tmp_path, version="run")
-    interrupt(
-        tmp_path, send(signal.SIGTERM), 143, logger=logger, log_every_n_steps=1, strategy={"save_on_signal": path}
-    )
+    strategy = {"save_on_signal": path}
+    interrupt(tmp_path, send(signal.SIGTERM), 143, logger=logger, log_every_n_steps=1, strategy=strategy)
     with open(Path(logger.log_dir) / "metrics.csv", newline="") as file:
         logged = [int(row["step"]) for row in csv.DictReader(file) if row["train_loss"]]
     assert logged == list(range(int(torch.load(path, weights_only=True)["global_step"])))
 
 
-def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
+def test_a_second_signal_ends_the_run_at_once(tmp_path):
     def twice() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.5)
@@ -142,14 +139,14 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.ckpt"))
 
 
-def test_a_run_that_cannot_save_in_time_ends_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_that_cannot_save_in_time_ends_and_says_so(tmp_path, caplog):
     hang = Fault("deadlock", 0, 0, step=3)
     options = {"save_on_signal": True, "signal_timeout": 1.0}
     interrupt(tmp_path, send(signal.SIGTERM), 143, faults=[hang], strategy=options)
     assert "none was complete within 1 s" in caplog.text
 
 
-def test_a_worker_dies_meanwhile(tmp_path: Path) -> None:
+def test_a_worker_dies_meanwhile(tmp_path):
     def kill_and_end() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(worker_processes()[1], signal.SIGKILL)
@@ -159,13 +156,13 @@ def test_a_worker_dies_meanwhile(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_the_leader_dies_while_it_writes(background: bool, tmp_path: Path) -> None:
+def test_the_leader_dies_while_it_writes(background, tmp_path):
     hooked = Fault("kill", 0, 1, at="checkpoint")
     strategy = {"save_on_signal": True, "background": background}
     interrupt(tmp_path, send(signal.SIGTERM), 143, faults=[hooked], strategy=strategy)
     check_resumed("hpc", tmp_path)
 
 
-def test_without_a_checkpoint_to_write_the_run_ends_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_checkpoint_to_write_the_run_ends_at_once(tmp_path, caplog):
     interrupt(tmp_path, send(signal.SIGTERM), 143)
     assert not [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]

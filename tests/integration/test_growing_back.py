@@ -1,7 +1,5 @@
 """A lost worker is replaced while the others train, and neither its loss nor its return shows in the result."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -45,7 +43,7 @@ def check_complete(run: L.Trainer, steps: int = LENGTH) -> None:
 
 
 @pytest.mark.parametrize("staggered", sampled([True, False], 1, rest=pytest.mark.long))
-def test_a_killed_worker_comes_back_and_the_weights_are_those_of_a_plain_loop(staggered: bool) -> None:
+def test_a_killed_worker_comes_back_and_the_weights_are_those_of_a_plain_loop(staggered):
     run = grow([Fault("kill", 1, 0, step=2)], strategy={"staggered": staggered, **ONE_PLAN})
     assert failures(run) == rejoined(run) == [(1, 0)]
     check_complete(run)
@@ -60,16 +58,15 @@ class SlowStart(L.Callback):
         self._steps, self._done = steps, done
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        strategy: Any = trainer.strategy
-        if strategy.incarnation == 1:
-            strategy.at_point.append(lambda point, _: point == "setup" and wait_for(self._done.exists))
+        if trainer.strategy.incarnation == 1:
+            trainer.strategy.at_point.append(lambda point, _: point == "setup" and wait_for(self._done.exists))
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step == self._steps:
             self._done.touch()
 
 
-def test_the_survivors_train_while_the_replacement_starts(tmp_path: Path) -> None:
+def test_the_survivors_train_while_the_replacement_starts(tmp_path):
     slow_start = SlowStart(6, tmp_path / "done")
     run = grow([Fault("kill", 0, 1, step=2)], wait_at=range(50, 60), callbacks=[slow_start], max_steps=60)
     kinds = [event.kind for event in run.strategy.history]
@@ -80,14 +77,14 @@ def test_the_survivors_train_while_the_replacement_starts(tmp_path: Path) -> Non
 
 
 @pytest.mark.long
-def test_the_leader_comes_back_and_does_not_take_the_lead_again() -> None:
+def test_the_leader_comes_back_and_does_not_take_the_lead_again():
     run = grow([Fault("kill", 0, 1, step=2), Fault("kill", 1, 0, step=LENGTH - 1)])
     assert rejoined(run)[0] == (0, 1)
     assert "train_loss" in run.callback_metrics
 
 
 @pytest.mark.long
-def test_clipping_dropout_and_augmentation_are_the_same_with_a_replacement() -> None:
+def test_clipping_dropout_and_augmentation_are_the_same_with_a_replacement():
     reference, model = (Regression(dropout=0.5, clip_scale=100.0).double() for _ in range(2))
     arguments: dict[str, Any] = {"gradient_clip_val": 0.5, "data": Noisy()}
     fit(reference, 1, 1, strategy={"seed": 7}, **arguments)
@@ -104,7 +101,7 @@ def test_clipping_dropout_and_augmentation_are_the_same_with_a_replacement() -> 
     ),
     ids=["two-of-a-stage", "two-stages", "whole-pipeline"],
 )
-def test_several_workers_lost_at_once_all_come_back(grid: tuple[int, int], lost: list[tuple[int, int]]) -> None:
+def test_several_workers_lost_at_once_all_come_back(grid, lost):
     run = grow([Fault("kill", *worker, step=2) for worker in lost], grid, strategy=ONE_PLAN)
     assert sorted(failures(run)) == sorted(rejoined(run)) == lost
     check_complete(run)
@@ -112,7 +109,7 @@ def test_several_workers_lost_at_once_all_come_back(grid: tuple[int, int], lost:
 
 @pytest.mark.long
 @pytest.mark.parametrize("point", sampled(["setup", "recovery"], 1, rest=pytest.mark.long))
-def test_a_replacement_killed_before_it_has_its_state_is_replaced_again(point: str, tmp_path: Path) -> None:
+def test_a_replacement_killed_before_it_has_its_state_is_replaced_again(point, tmp_path):
     with Meanwhile(lambda: mark_of(tmp_path, 2, 1), kill):
         run = grow([Fault("kill", 1, 0, step=2)], callbacks=[Marks(tmp_path, at=point)], strategy=ONE_PLAN)
     assert len(happened(run, "restarting")) == 2
@@ -134,15 +131,12 @@ class PerEpoch(Regression):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "entry",
-    [
-        pytest.param(9, id="last-step"),
-        pytest.param(10, id="first-step", marks=pytest.mark.long),
-        pytest.param(11, id="second-step", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_a_replacement_may_enter_around_the_end_of_an_epoch(entry: int) -> None:
+@pytest.mark.parametrize("entry", [
+    pytest.param(9, id="last-step"),
+    pytest.param(10, id="first-step", marks=pytest.mark.long),
+    pytest.param(11, id="second-step", marks=pytest.mark.exhaustive),
+])  # fmt: skip
+def test_a_replacement_may_enter_around_the_end_of_an_epoch(entry):
     data = dataset(GLOBAL_BATCH * 5)
     arguments: dict[str, Any] = {"max_epochs": 4, "max_steps": -1, "data": data}
     undisturbed, model = PerEpoch().double(), PerEpoch().double()
@@ -163,7 +157,7 @@ def test_a_replacement_may_enter_around_the_end_of_an_epoch(entry: int) -> None:
 @pytest.mark.parametrize(
     "worker", [(1, 0), pytest.param((0, 1), marks=pytest.mark.long)], ids=["a-worker", "the-leader"]
 )
-def test_a_worker_told_to_end_leaves_between_two_steps_and_nothing_is_redone(worker: tuple[int, int]) -> None:
+def test_a_worker_told_to_end_leaves_between_two_steps_and_nothing_is_redone(worker):
     run = exact_fit(Regression().double(), 2, 2, [Fault("preempt", *worker, 3, "backward_weight", when="after")])
     assert [event.worker for event in happened(run, "left")] == [worker]
     assert not happened(run, "redone")
@@ -172,7 +166,7 @@ def test_a_worker_told_to_end_leaves_between_two_steps_and_nothing_is_redone(wor
 
 
 @pytest.mark.long
-def test_a_worker_told_to_end_is_replaced() -> None:
+def test_a_worker_told_to_end_is_replaced():
     run = grow([Fault("preempt", 1, 1, step=2)], strategy=ONE_PLAN)
     assert rejoined(run) == [(1, 1)]
     assert not happened(run, "redone")

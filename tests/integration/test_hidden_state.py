@@ -1,7 +1,5 @@
 """What a training step keeps for the next one is its own, whoever computes the next one."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
@@ -97,7 +95,7 @@ def expected(model: L.LightningModule) -> L.LightningModule:
 @pytest.mark.parametrize(
     ("kind", "automatic", "dies"), sampled(itertools.product([Recurrent, OneTensor], [True, False], [True, False]), 2)
 )
-def test_each_place_of_the_batch_has_a_state_of_its_own(kind: Any, automatic: bool, dies: bool) -> None:
+def test_each_place_of_the_batch_has_a_state_of_its_own(kind, automatic, dies):
     faults = [Fault("kill", 1, 0, step=3, at="reduce")] if dies else []
     theirs, ours = expected(kind(automatic).double()), kind(automatic).double()
     run = on_grid(ours, faults)
@@ -105,7 +103,7 @@ def test_each_place_of_the_batch_has_a_state_of_its_own(kind: Any, automatic: bo
     assert difference(ours.state_dict(), theirs.state_dict()) < 1e-10
 
 
-def test_a_replacement_gets_the_states() -> None:
+def test_a_replacement_gets_the_states():
     theirs, ours = expected(Recurrent().double()), Recurrent().double()
     run = on_grid(ours, [Fault("kill", 1, 0, step=1)], {"max_restarts": 10}, callbacks=[AwaitReplacement([4])])
     assert rejoined(run) == [(1, 0)]

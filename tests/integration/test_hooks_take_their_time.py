@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -71,7 +70,7 @@ class CheckedOptimizer(torch.optim.SGD):
     trainer: L.Trainer | None = None
 
     @override
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         check(self.trainer, "optimizer.step")
         return super().step(closure)
 
@@ -92,13 +91,9 @@ class CheckedModel(Scheduled):
 
 
 MORE = (
-    "split_batch",
-    "transfer_batch_to_device",
-    "configure_gradient_clipping",
-    "optimizer_step",
-    "lr_scheduler_step",
+    "split_batch", "transfer_batch_to_device", "configure_gradient_clipping", "optimizer_step", "lr_scheduler_step",
     "log",
-)
+)  # fmt: skip
 for name in {*hooks_of(L.LightningModule), *MORE}:
     setattr(CheckedModel, name, checked(getattr(CheckedModel, name), of_module))
 
@@ -114,24 +109,16 @@ for name in ("log_metrics", "save", "log_hyperparams", "after_save_checkpoint"):
 class TellLogger(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         for logger in trainer.loggers:
-            logger.trainer = trainer  # type: ignore[attr-defined]
+            logger.trainer = trainer
 
 
-def test_no_code_of_the_users_around_an_operation_runs_within_one_that_has_a_usual_duration(tmp_path: Path) -> None:
+def test_no_code_of_the_users_around_an_operation_runs_within_one_that_has_a_usual_duration(tmp_path):
     """Through a validation, checkpoints, the leader's death, a recovery and a rejoin."""
     callbacks = [TellLogger(), CheckedCallback(), ModelCheckpoint(tmp_path, every_n_train_steps=3)]
     run = fit(
-        CheckedModel().double(),
-        2,
-        2,
-        [Fault("kill", 0, 1, 4)],
-        callbacks=[*callbacks, AwaitReplacement([8])],
-        val=DataLoader(dataset(24), batch_size=12),
-        val_check_interval=5,
-        enable_checkpointing=True,
-        logger=CheckedLogger(tmp_path),
-        log_every_n_steps=1,
-        strategy={"max_restarts": 10},
-    )
+        CheckedModel().double(), 2, 2, [Fault("kill", 0, 1, 4)], callbacks=[*callbacks, AwaitReplacement([8])],
+        val=DataLoader(dataset(24), batch_size=12), val_check_interval=5, enable_checkpointing=True,
+        logger=CheckedLogger(tmp_path), log_every_n_steps=1, strategy={"max_restarts": 10},
+    )  # fmt: skip
     assert failures(run) == rejoined(run) == [(0, 1)]
     assert run.global_step == 10

@@ -1,7 +1,5 @@
 """Whatever a step changes in its module begins for each micro-batch as at the step's beginning, whoever runs it."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import random
@@ -204,8 +202,6 @@ DIFFERENT = (mean, mean_in_array, mean_in_object, hidden, window, extremes)
 class Keeps(nn.Module):
     """A layer that keeps something from call to call in one way, and depends on it."""
 
-    buffer: Tensor
-
     def __init__(self, way: Callable[[Any, Tensor], float]) -> None:
         super().__init__()
         self.way, self.kept, self.calls = way, None, 0
@@ -285,7 +281,7 @@ def all_different() -> Net:
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), sampled(GRIDS, 1))
-def test_what_all_micro_batches_leave_alike_counts_once(stages: int, microbatches: int) -> None:
+def test_what_all_micro_batches_leave_alike_counts_once(stages, microbatches):
     expected = alone(all_alike)
     assert difference(train(all_alike, stages, microbatches), expected) < 1e-10
     kill = Fault("kill", 1, stages - 1, step=5, at="reduce")
@@ -294,7 +290,7 @@ def test_what_all_micro_batches_leave_alike_counts_once(stages: int, microbatche
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("way", "grid"), itertools.product([*ALIKE, *DIFFERENT], GRIDS))
-def test_each_way_to_keep_a_value(way: Any, grid: tuple[int, int]) -> None:
+def test_each_way_to_keep_a_value(way, grid):
     def make() -> Net:
         return Net(Keeps(way), Keeps(way))
 
@@ -307,7 +303,7 @@ def test_each_way_to_keep_a_value(way: Any, grid: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), sampled(GRIDS, 1, seed=5))
-def test_what_they_leave_different_is_in_place_wherever_the_microbatch_runs(stages: int, microbatches: int) -> None:
+def test_what_they_leave_different_is_in_place_wherever_the_microbatch_runs(stages, microbatches):
     calm = train(all_different, stages, microbatches)
     kills = [Fault("kill", 1, 0, step=3), *([Fault("kill", 0, 1, step=5, at="forward")] if stages > 1 else [])]
     assert difference(train(all_different, stages, microbatches, *kills), calm) < 1e-10
@@ -330,7 +326,7 @@ def normed() -> Net:
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), sampled(GRIDS, 1))
-def test_norms_of_weights_advance_once_a_step(stages: int, microbatches: int) -> None:
+def test_norms_of_weights_advance_once_a_step(stages, microbatches):
     expected = alone(normed)
     assert difference(train(normed, stages, microbatches), expected) < 1e-10
     kill = Fault("kill", 1, 0, step=3)
@@ -344,7 +340,7 @@ def batch_normed() -> Net:
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), sampled(GRIDS, 1, seed=3))
-def test_running_statistics_are_the_mean_over_all_micro_batches(stages: int, microbatches: int) -> None:
+def test_running_statistics_are_the_mean_over_all_micro_batches(stages, microbatches):
     calm = train(batch_normed, stages, microbatches)
     kill = Fault("kill", 0, 0, step=3)
     assert difference(train(batch_normed, stages, microbatches, kill), calm) < 1e-10
@@ -360,14 +356,14 @@ class Same(L.Callback):
             assert torch.equal(rows, rows[:1].expand_as(rows))
 
 
-def test_peers_have_equal_statistics_after_each_step() -> None:
+def test_peers_have_equal_statistics_after_each_step():
     faults = [Fault("kill", 0, 0, step=3)]
     trainer = grid_trainer(3, 1, faults, {"num_microbatches": 2}, max_epochs=1, callbacks=[Same()])
     trainer.fit(batch_normed(), DataLoader(data(), batch_size=4))
     assert len(failures(trainer)) == 1
 
 
-def test_statistics_equal_those_of_one_device_that_takes_the_mean() -> None:
+def test_statistics_equal_those_of_one_device_that_takes_the_mean():
     """Of one step: the mean of what two halves of the batch leave."""
     model, x = batch_normed(), data().tensors[0][:16]
     first = model.layers[0](x)
@@ -375,8 +371,7 @@ def test_statistics_equal_those_of_one_device_that_takes_the_mean() -> None:
     for norm, part in zip(halves, (first[0::2], first[1::2]), strict=True):
         norm(part)
     grid = batch_normed()
-    trainer = grid_trainer(2, 1, max_steps=1)
-    trainer.fit(grid, DataLoader(data(), batch_size=8))
+    grid_trainer(2, 1, max_steps=1).fit(grid, DataLoader(data(), batch_size=8))
     for name in ("running_mean", "running_var"):
         expected = sum(getattr(norm, name) for norm in halves) / 2
         assert torch.allclose(getattr(grid.layers[1], name), expected, atol=1e-12)
@@ -406,8 +401,6 @@ class Clamps(Net):
 class ActNorm(nn.Module):
     """Its first call initialises it by the data."""
 
-    initialised: Tensor
-
     def __init__(self) -> None:
         super().__init__()
         self.scale, self.shift = nn.Parameter(torch.ones(6).double()), nn.Parameter(torch.zeros(6).double())
@@ -422,12 +415,12 @@ class ActNorm(nn.Module):
 
 
 @pytest.mark.parametrize("how", sampled(["data", "in place", "late"], 2))
-def test_a_step_that_writes_trained_weights_is_refused_by_name(how: str) -> None:
+def test_a_step_that_writes_trained_weights_is_refused_by_name(how):
     with pytest.raises(UnsupportedFeatureError, match=r"layers\.0\.weight is trained, and was written"):
         train(lambda: Clamps(how), 1, 2)
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), sampled(GRIDS, 1))
-def test_a_first_call_that_initialises_weights_is_refused_with_a_remedy(stages: int, microbatches: int) -> None:
+def test_a_first_call_that_initialises_weights_is_refused_with_a_remedy(stages, microbatches):
     with pytest.raises(UnsupportedFeatureError, match=r"layers\.\d\.(scale|shift) is trained.*one call of the module"):
         train(lambda: Net(ActNorm()), stages, microbatches)

@@ -75,9 +75,7 @@ def status_of(node: Machine, probe: str) -> int:
     return int(node.start(sys.executable, "-c", script).communicate(timeout=120)[0])
 
 
-def test_pods_that_are_deleted_and_a_node_that_is_lost_change_nothing(
-    nodes: tuple[Machine, Machine, Names], tmp_path: Path
-) -> None:
+def test_pods_that_are_deleted_and_a_node_that_is_lost_change_nothing(nodes, tmp_path):
     a, b, names = nodes
     output = tmp_path / "trained.pt"
     mine, others = [pod(a, output) for _ in range(2)], [pod(b, output) for _ in range(2)]

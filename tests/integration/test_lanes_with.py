@@ -1,12 +1,9 @@
 """More workers than the batch has pipelines, with all else that a run can do: one of them is killed each time."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -121,20 +118,16 @@ WITH = {
 
 
 @pytest.mark.parametrize("what", sampled(WITH, 3, rest=pytest.mark.long))
-def test_a_worker_above_the_pipelines_is_lost(what: str, tmp_path: Path) -> None:
+def test_a_worker_above_the_pipelines_is_lost(what, tmp_path):
     case = WITH[what]
     strategy, options = dict(case.strategy), {}
     if what == "clipping":
         options["gradient_clip_val"] = 0.2
     saves = what.startswith("checkpoints")
     saving = [ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=4, save_top_k=-1)] if saves else []
+    callbacks = [*case.callbacks, *saving]
     run = on_lanes(
-        case.stages,
-        case.faults,
-        strategy=strategy,
-        callbacks=[*case.callbacks, *saving],
-        enable_checkpointing=saves,
-        **options,
+        case.stages, case.faults, strategy=strategy, callbacks=callbacks, enable_checkpointing=saves, **options
     )
     model, alone = case.model().double(), case.model().double()
     run.fit(model, loader(PIPELINES, case.stream))
@@ -160,8 +153,7 @@ class KilledAt(L.Callback):
         self._rank, self._batch = rank, batch
 
     def _on_batch(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int, *_: Any) -> None:
-        strategy: Any = trainer.strategy
-        if (strategy.grid_rank, batch_idx) == (self._rank, self._batch):
+        if (trainer.strategy.grid_rank, batch_idx) == (self._rank, self._batch):
             os.kill(os.getpid(), signal.SIGKILL)
 
     on_validation_batch_start = on_test_batch_start = on_predict_batch_start = _on_batch
@@ -177,7 +169,7 @@ EVALUATIONS: dict[str, Callable[[L.Trainer, Any, Any], Any]] = {
 
 @pytest.mark.parametrize("what", sampled(EVALUATIONS, 1, rest=pytest.mark.long))
 @pytest.mark.parametrize("rank", sampled([6, 7, 0], 1, rest=pytest.mark.long))
-def test_a_worker_is_lost_in_an_evaluation(what: str, rank: int) -> None:
+def test_a_worker_is_lost_in_an_evaluation(what, rank):
     found = EVALUATIONS[what](on_lanes(faults=(), callbacks=[KilledAt(rank, 2)]), Measuring().double(), loader(2))
     alone = EVALUATIONS[what](on_one_device(max_steps=LENGTH), Measuring().double(), loader(1))
     if isinstance(alone, Tensor):
@@ -187,12 +179,11 @@ def test_a_worker_is_lost_in_an_evaluation(what: str, rank: int) -> None:
 
 
 def complete_checkpoint(trainer: L.Trainer, *_: Any) -> None:
-    strategy: Any = trainer.strategy
     if trainer.global_step == 6:
-        strategy.session.checkpoints.complete()
+        trainer.strategy.session.checkpoints.complete()
 
 
-def test_a_stage_that_is_lost_starts_again_with_as_many_workers_as_there_are(tmp_path: Path) -> None:
+def test_a_stage_that_is_lost_starts_again_with_as_many_workers_as_there_are(tmp_path):
     """By default, as there are checkpoints; more lanes than pipelines are used again."""
     saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=4, save_top_k=-1)
     faults = tuple(Fault("kill", lane, 0, step=6 + lane % 2) for lane in range(LANES))

@@ -1,7 +1,5 @@
 """``configure_pipeline()`` may need what ``setup()`` and the data module make."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning as L
@@ -59,7 +57,7 @@ class Late(PipelineModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def test_layers_that_setup_decides_on_train_as_on_one_device() -> None:
+def test_layers_that_setup_decides_on_train_as_on_one_device():
     expected, model, data = Late(), Late(), Data(GLOBAL_BATCH // 2)
     L.seed_everything(3, verbose=False)
     one = on_one_device(max_steps=5)
@@ -82,7 +80,7 @@ class Wrong(Late):
 
 
 @pytest.mark.parametrize("devices", sampled([1, 2], 1, rest=pytest.mark.long))
-def test_what_is_wrong_after_setup_too_is_raised_as_it_is(devices: int) -> None:
+def test_what_is_wrong_after_setup_too_is_raised_as_it_is(devices):
     run = on_one_device() if devices == 1 else trainer(1, 2)
     with pytest.raises(AttributeError, match="widht"):
         run.fit(Wrong(), datamodule=Data(GLOBAL_BATCH))

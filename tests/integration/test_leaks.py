@@ -29,8 +29,7 @@ class DieAgain(L.Callback):
         self._steps = 0
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        strategy: Any = trainer.strategy
-        if trainer.strategy.grid_rank == self._rank and strategy.incarnation < self._times:
+        if trainer.strategy.grid_rank == self._rank and trainer.strategy.incarnation < self._times:
             self._steps += 1
             if self._steps == LAST_STEP:
                 faults.kill()
@@ -77,14 +76,10 @@ def check(regroupings: int, tmp_path: Path, pipelines: int = 2) -> None:
     deaths = (regroupings + 1) // 2
     steps = (LAST_STEP + 2) * deaths + 6
     run = exact_fit(
-        Regression().double(),
-        pipelines,
-        2,
-        data=dataset(GLOBAL_BATCH * steps),
-        max_steps=steps,
+        Regression().double(), pipelines, 2, data=dataset(GLOBAL_BATCH * steps), max_steps=steps,
         strategy={"max_restarts": deaths},
         callbacks=[AwaitReplacement(range(2, steps), pace=0), DieAgain(2, deaths), Census(tmp_path)],
-    )
+    )  # fmt: skip
     assert rejoined(run) == [(1, 0)] * deaths
     assert max(event.generation for event in happened(run, "resumed")) >= regroupings
     processes = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
@@ -108,7 +103,7 @@ def growth(generations: list[list[dict[str, int]]]) -> dict[str, tuple[int, int]
     return {kind: (before[kind], now[kind]) for kind in now if now[kind] > before[kind]}
 
 
-def test_growth_is_told_from_what_passes() -> None:
+def test_growth_is_told_from_what_passes():
     steady, fewer, more = ({"socket": n} for n in (10, 7, 13))
     assert not growth([[fewer, steady], [steady, fewer]])  # a connection of a dead worker has just been closed
     assert not growth([[fewer], [more, fewer]])
@@ -116,16 +111,16 @@ def test_growth_is_told_from_what_passes() -> None:
     assert growth([[{"socket": 10}], [{"socket": 10, "pipe": 1}]]) == {"pipe": (0, 1)}
 
 
-def test_five_regroupings_leave_no_descriptor_and_no_thread(tmp_path: Path) -> None:
+def test_five_regroupings_leave_no_descriptor_and_no_thread(tmp_path):
     check(5, tmp_path)
 
 
 @pytest.mark.exhaustive
-def test_fifty_regroupings_leave_no_descriptor_and_no_thread(tmp_path: Path) -> None:
+def test_fifty_regroupings_leave_no_descriptor_and_no_thread(tmp_path):
     check(50, tmp_path)
 
 
-def test_the_launching_process_keeps_nothing_of_its_runs(tmp_path: Path) -> None:
+def test_the_launching_process_keeps_nothing_of_its_runs(tmp_path):
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
     others = set(threading.enumerate())  # of other tests of this process

@@ -50,7 +50,7 @@ def train(directory: Path, lightning: Any) -> L.Trainer:
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+def expected(tmp_path_factory) -> list[dict[str, str]]:
     directory = tmp_path_factory.mktemp("one")
     train(directory, on_one_device)
     found = rows(directory / "lightning_logs" / "version_0")
@@ -58,22 +58,16 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     return found
 
 
-@pytest.mark.parametrize(
-    "faults",
-    [
-        (),
-        (Fault("kill", 0, 1, 2),),
-        (Fault("kill", 0, 1, 2, at="optimizer", when="after"),),
-        (Fault("kill", 0, 1, EPOCH - 1, at="reduce"),),
-        (Fault("kill", 0, 1, at="validation", step=EPOCH),),
-        (Fault("kill", 0, 1, at="end"),),
-        (Fault("preempt", 0, 1, 2),),
-    ],
-    ids=["no fault", "forward", "applied", "end of an epoch", "validation", "end", "departure"],
-)
-def test_the_rows_are_those_of_one_device_whenever_the_leader_goes(
-    faults: tuple[Fault, ...], expected: list[dict[str, str]], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("faults", [
+    (),
+    (Fault("kill", 0, 1, 2),),
+    (Fault("kill", 0, 1, 2, at="optimizer", when="after"),),
+    (Fault("kill", 0, 1, EPOCH - 1, at="reduce"),),
+    (Fault("kill", 0, 1, at="validation", step=EPOCH),),
+    (Fault("kill", 0, 1, at="end"),),
+    (Fault("preempt", 0, 1, 2),),
+], ids=["no fault", "forward", "applied", "end of an epoch", "validation", "end", "departure"])  # fmt: skip
+def test_the_rows_are_those_of_one_device_whenever_the_leader_goes(faults, expected, tmp_path):
     run = train(tmp_path, lambda **kwargs: trainer(2, 2, faults, **kwargs))
     assert failures(run) == [(f.pipeline, f.stage) for f in faults if f.kind == "kill"]
     (version,) = (tmp_path / "lightning_logs").iterdir()
@@ -82,7 +76,7 @@ def test_the_rows_are_those_of_one_device_whenever_the_leader_goes(
     assert "width: 16" in (version / "hparams.yaml").read_text()
 
 
-def test_a_logger_that_the_script_has_used_before_goes_on_after_the_leader_and_in_the_next_run(tmp_path: Path) -> None:
+def test_a_logger_that_the_script_has_used_before_goes_on_after_the_leader_and_in_the_next_run(tmp_path):
     """As scripts do that log hyper-parameters themselves: then workers get a writer that has seen no rows."""
     found = []
     for name, lightning in (

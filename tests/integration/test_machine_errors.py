@@ -120,7 +120,7 @@ def eio() -> OSError:
 
 
 @pytest.mark.parametrize("place", sampled(["split", "loss", "backward", "optimizer", "hook"], 2))
-def test_an_error_of_one_machine_costs_that_worker_and_changes_nothing(tmp_path: Path, place: str) -> None:
+def test_an_error_of_one_machine_costs_that_worker_and_changes_nothing(tmp_path, place):
     run = exact_fit(Troubled(Trouble(tmp_path, eio()), place).double(), 3, 2)
     assert len(failures(run)) == 1
     (cause,) = causes(run)
@@ -128,7 +128,7 @@ def test_an_error_of_one_machine_costs_that_worker_and_changes_nothing(tmp_path:
 
 
 @pytest.mark.parametrize("processes", [0, 2])
-def test_a_sample_that_one_worker_cannot_read_is_read_by_another(tmp_path: Path, processes: int) -> None:
+def test_a_sample_that_one_worker_cannot_read_is_read_by_another(tmp_path, processes):
     data = Files(Trouble(tmp_path, eio()))
     run = exact_fit(Regression().double(), 2, 2, data=data, loader={"num_workers": processes})
     assert len(failures(run)) == 1
@@ -136,23 +136,19 @@ def test_a_sample_that_one_worker_cannot_read_is_read_by_another(tmp_path: Path,
     assert "reading data of step 4" in causes(run)[0]
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        MemoryError(),
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
-        DeviceLost("CUDA error: an illegal memory access was encountered"),
-        RuntimeError("unable to allocate shared memory(shm) for file </torch_1_2_3>: No space left on device (28)"),
-    ],
-    ids=lambda error: type(error).__name__,
-)
-def test_other_errors_of_machines_cost_one_worker_too(tmp_path: Path, error: Exception) -> None:
+@pytest.mark.parametrize("error", [
+    MemoryError(),
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    DeviceLost("CUDA error: an illegal memory access was encountered"),
+    RuntimeError("unable to allocate shared memory(shm) for file </torch_1_2_3>: No space left on device (28)"),
+], ids=lambda error: type(error).__name__)  # fmt: skip
+def test_other_errors_of_machines_cost_one_worker_too(tmp_path, error):
     run = exact_fit(Troubled(Trouble(tmp_path, error), "loss").double(), 2, 2)
     assert len(failures(run)) == 1
     assert f"it raised {type(error).__name__}: {error}" in causes(run)[0]
 
 
-def test_an_error_in_the_validation_costs_one_worker_and_no_metric(tmp_path: Path) -> None:
+def test_an_error_in_the_validation_costs_one_worker_and_no_metric(tmp_path):
     metrics = []
     for trouble in (Trouble(tmp_path, eio()), None):
         model = Troubled(trouble, "validation").double() if trouble else Regression().double()
@@ -173,8 +169,7 @@ class KillReaders(L.Callback):
         self.rank = rank
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        strategy: Any = trainer.strategy
-        if (trainer.strategy.grid_rank, trainer.global_step, strategy.incarnation) == (self.rank, 3, 0):
+        if (trainer.strategy.grid_rank, trainer.global_step, trainer.strategy.incarnation) == (self.rank, 3, 0):
             readers = psutil.Process().children()
             assert readers
             for reader in readers:
@@ -182,14 +177,14 @@ class KillReaders(L.Callback):
 
 
 @pytest.mark.parametrize("rank", sampled([0, 3], 1))
-def test_a_killed_dataloader_process_costs_its_worker(rank: int) -> None:
+def test_a_killed_dataloader_process_costs_its_worker(rank):
     run = exact_fit(Regression().double(), 2, 2, callbacks=[KillReaders(rank)], loader={"num_workers": 2})
     assert failures(run) == [divmod(rank, 2)]
     assert "it raised " in causes(run)[0]  # RuntimeError by the signal; or first OSError, of a pipe or socket
 
 
 @pytest.mark.long
-def test_a_worker_whose_dataloader_process_was_killed_is_replaced() -> None:
+def test_a_worker_whose_dataloader_process_was_killed_is_replaced():
     callbacks = [KillReaders(2), AwaitReplacement([8])]
     strategy = {"max_restarts": 10}
     model = Regression().double()
@@ -208,13 +203,13 @@ class FewDescriptors(L.Callback):
             resource.setrlimit(resource.RLIMIT_NOFILE, (3, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
 
-def test_a_worker_without_descriptors_is_evicted() -> None:
+def test_a_worker_without_descriptors_is_evicted():
     run = exact_fit(Regression().double(), 3, 2, data=Files(), callbacks=[FewDescriptors(2)])
     assert failures(run) == [(1, 0)]
     assert "Too many open files" in causes(run)[0]
 
 
-def test_a_worker_that_cannot_connect_to_the_others_any_more_is_the_one_that_goes() -> None:
+def test_a_worker_that_cannot_connect_to_the_others_any_more_is_the_one_that_goes():
     """Worker (1, 0) needs no descriptor until another worker dies."""
     callbacks = [FewDescriptors(2)]
     run = exact_fit(Regression().double(), 3, 2, [Fault("kill", 0, 1, step=5)], callbacks=callbacks)
@@ -226,7 +221,7 @@ def test_a_worker_that_cannot_connect_to_the_others_any_more_is_the_one_that_goe
 
 
 @pytest.mark.parametrize("place", sampled(["split", "loss", "backward"], 1))
-def test_the_only_replica_does_the_work_again_itself(tmp_path: Path, place: str) -> None:
+def test_the_only_replica_does_the_work_again_itself(tmp_path, place):
     run = exact_fit(Troubled(Trouble(tmp_path, eio()), place).double(), 1, 2)
     assert failures(run) == []
     (event,) = happened(run, "retried")
@@ -234,14 +229,14 @@ def test_the_only_replica_does_the_work_again_itself(tmp_path: Path, place: str)
 
 
 @pytest.mark.parametrize("processes", sampled([0, 1], 1))
-def test_the_only_replica_reads_again_itself(tmp_path: Path, processes: int) -> None:
+def test_the_only_replica_reads_again_itself(tmp_path, processes):
     data = Files(Trouble(tmp_path, eio()))
     run = exact_fit(Regression().double(), 1, 2, data=data, loader={"num_workers": processes})
     assert (failures(run), len(happened(run, "retried"))) == ([], 1)
 
 
 @pytest.mark.long
-def test_the_only_replica_survives_the_death_of_its_dataloader_process() -> None:
+def test_the_only_replica_survives_the_death_of_its_dataloader_process():
     run = exact_fit(Regression().double(), 1, 2, callbacks=[KillReaders(0)], loader={"num_workers": 2})
     assert failures(run) == []
     assert 1 <= len(happened(run, "retried")) <= 2
@@ -252,7 +247,7 @@ def test_the_only_replica_survives_the_death_of_its_dataloader_process() -> None
     [(OSError(errno.EIO, "no"), "optimizer"), (DeviceLost("CUDA error: gone"), "loss")],
     ids=["half-applied", "lost device"],
 )
-def test_what_the_only_replica_cannot_do_again_ends_the_run(tmp_path: Path, error: Exception, place: str) -> None:
+def test_what_the_only_replica_cannot_do_again_ends_the_run(tmp_path, error, place):
     with pytest.raises(type(error), match=str(error.args[-1])):
         fit(Troubled(Trouble(tmp_path, error), place).double(), 1, 2)
 
@@ -261,9 +256,7 @@ def test_what_the_only_replica_cannot_do_again_ends_the_run(tmp_path: Path, erro
 
 
 @pytest.mark.parametrize(("processes", "pipelines", "most"), sampled([(0, 1, 4), (0, 3, 4), (1, 1, 4), (1, 3, 4)], 1))
-def test_a_file_that_nobody_finds_ends_the_run_as_itself(
-    tmp_path: Path, pipelines: int, most: int, processes: int
-) -> None:
+def test_a_file_that_nobody_finds_ends_the_run_as_itself(tmp_path, pipelines, most, processes):
     missing = FileNotFoundError(errno.ENOENT, "No such file or directory", "/data/5.png")
     trouble = Trouble(tmp_path, missing, once=False)
     with pytest.raises(FileNotFoundError, match=r"5\.png") as caught:
@@ -275,14 +268,14 @@ def test_a_file_that_nobody_finds_ends_the_run_as_itself(
 
 
 @pytest.mark.parametrize("place", sampled(["loss", "optimizer", "hook"], 1))
-def test_an_error_that_a_peer_meets_too_ends_the_run_as_itself(tmp_path: Path, place: str) -> None:
+def test_an_error_that_a_peer_meets_too_ends_the_run_as_itself(tmp_path, place):
     trouble = Trouble(tmp_path, eio(), once=False)
     with pytest.raises(OSError, match="Input/output error") as caught:
         fit(Troubled(trouble, place).double(), 3, 2)
     assert (caught.value.errno, caught.value.filename) == (errno.EIO, "/data/shard")
 
 
-def test_the_log_of_a_full_disk_does_not_cost_one_leader_after_the_other(tmp_path: Path) -> None:
+def test_the_log_of_a_full_disk_does_not_cost_one_leader_after_the_other(tmp_path):
     trouble = Trouble(tmp_path, OSError(errno.ENOSPC, "No space left on device"), once=False)
     with pytest.raises(OSError, match="No space left"):
         fit(Regression().double(), 4, 1, callbacks=[OnlyTheLeader(trouble)])
@@ -300,7 +293,7 @@ class OnlyTheLeader(L.Callback):
             self.trouble()
 
 
-def test_what_one_worker_does_for_all_before_training_is_not_tried_on_others(tmp_path: Path) -> None:
+def test_what_one_worker_does_for_all_before_training_is_not_tried_on_others(tmp_path):
     trouble = Trouble(tmp_path, PermissionError(errno.EACCES, "Permission denied", "/data"), once=False)
     with pytest.raises(PermissionError, match="/data"):
         fit(Unprepared(trouble).double(), 2, 2)
@@ -332,7 +325,7 @@ def is_storage_error(error: BaseException) -> bool:
 @pytest.mark.parametrize(
     ("machine_errors", "survives"), [((), False), ((StorageError,), True), (is_storage_error, True)]
 )
-def test_the_user_says_which_errors_are_a_machines(tmp_path: Path, machine_errors: Any, survives: bool) -> None:
+def test_the_user_says_which_errors_are_a_machines(tmp_path, machine_errors, survives):
     model = Troubled(Trouble(tmp_path, StorageError("503 Slow Down")), "loss").double()
     strategy = {"machine_errors": machine_errors}
     if survives:
@@ -343,7 +336,7 @@ def test_the_user_says_which_errors_are_a_machines(tmp_path: Path, machine_error
 
 
 @pytest.mark.long
-def test_without_retries_the_first_exception_ends_the_run(tmp_path: Path) -> None:
+def test_without_retries_the_first_exception_ends_the_run(tmp_path):
     trouble = Trouble(tmp_path, eio())
     with pytest.raises(OSError, match="shard"):
         fit(Troubled(trouble, "loss").double(), 2, 2, strategy={"machine_error_retries": 0})
@@ -366,7 +359,7 @@ class FailingStream(Stream):
             yield sample
 
 
-def test_a_worker_that_cannot_read_on_in_a_stream_is_evicted(tmp_path: Path) -> None:
+def test_a_worker_that_cannot_read_on_in_a_stream_is_evicted(tmp_path):
     model = Regression().double()
     expected = plain_loop(model, dataset())
     run = fit(model, 3, 2, data=FailingStream(Trouble(tmp_path, eio())))
@@ -375,6 +368,6 @@ def test_a_worker_that_cannot_read_on_in_a_stream_is_evicted(tmp_path: Path) -> 
 
 
 @pytest.mark.long
-def test_the_only_replica_cannot_read_a_stream_again(tmp_path: Path) -> None:
+def test_the_only_replica_cannot_read_a_stream_again(tmp_path):
     with pytest.raises(OSError, match="shard"):
         fit(Regression().double(), 1, 2, data=FailingStream(Trouble(tmp_path, eio())))

@@ -1,11 +1,8 @@
 """Modules that optimize by themselves train as under Lightning's DDP, whoever dies at whatever moment of a step."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -162,13 +159,8 @@ def under_ddp(model: L.LightningModule, **kwargs: Any) -> L.Trainer:
     process_context()
     _ensure_fork_server()
     strategy = DDPStrategy(start_method="forkserver", find_unused_parameters=True)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=PIPELINES,
-        strategy=strategy,
-        callbacks=OwnParameters(),
-        **{**QUIET, "max_epochs": EPOCHS, **kwargs},
-    )
+    options = {**QUIET, "max_epochs": EPOCHS, **kwargs}
+    trainer = L.Trainer(accelerator="cpu", devices=PIPELINES, strategy=strategy, callbacks=OwnParameters(), **options)
     trainer.fit(model, Data())
     return trainer
 
@@ -212,23 +204,17 @@ TWO_KILLS = [
 KILL = [Fault("kill", 1, 0, step=3)]
 RUNS: list[Any] = [
     pytest.param({}, marks=pytest.mark.long, id="undisturbed"),
-    *sampled(
-        [{"dies": (1, 3, place)} for place in ("start", "between", "after the last backward", "end", "commit")],
-        2,
-        rest=pytest.mark.long,
-    ),
+    *sampled([{"dies": (1, 3, place)} for place in ("start", "between", "after the last backward", "end", "commit")], 2,
+        rest=pytest.mark.long),
     *sampled([{"faults": faults} for faults in TWO_KILLS], 1),
-    *sampled(
-        [{"faults": faults, "strategy": {"num_microbatches": 2}, "pipelines": 2} for faults in ([], KILL)],
-        1,
-        rest=pytest.mark.long,
-    ),
+    *sampled([{"faults": faults, "strategy": {"num_microbatches": 2}, "pipelines": 2} for faults in ([], KILL)], 1,
+        rest=pytest.mark.long),
     pytest.param({"pipelines": 1}, id="one worker, which has nobody to meet"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("how", RUNS)
-def test_a_gan_trains_as_under_ddp_whoever_dies(ddp: dict[str, Any], how: dict[str, Any]) -> None:
+def test_a_gan_trains_as_under_ddp_whoever_dies(ddp, how):
     how = dict(how)
     model, returned = GAN(how.pop("dies", None)).double(), Returned()
     trainer = on_grid(model, callbacks=[returned], **how)
@@ -240,7 +226,7 @@ def test_a_gan_trains_as_under_ddp_whoever_dies(ddp: dict[str, Any], how: dict[s
     assert [group["lr"] for o in trainer.optimizers for group in o.param_groups] == [0.005, 0.025]
 
 
-def test_a_replacement_joins(ddp: dict[str, Any]) -> None:
+def test_a_replacement_joins(ddp):
     model = GAN().double()
     trainer = on_grid(model, KILL, {"max_restarts": 10}, callbacks=[AwaitReplacement([12])])
     assert rejoined(trainer) == [(1, 0)]
@@ -248,7 +234,7 @@ def test_a_replacement_joins(ddp: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("sharded", sampled([False, True], 1))
-def test_a_checkpoint_resumes_on_another_grid(ddp: dict[str, Any], sharded: bool, tmp_path: Path) -> None:
+def test_a_checkpoint_resumes_on_another_grid(ddp, sharded, tmp_path):
     saves = ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=6, filename="{step}")
     strategy = {"save_distributed_checkpoint": sharded}
     on_grid(GAN().double(), strategy=strategy, enable_checkpointing=True, callbacks=[saves], max_epochs=1)
@@ -383,7 +369,7 @@ class Counts(L.Callback):
         seed=13,
     ),
 )
-def test_what_users_write_is_what_it_is_on_one_device(kind: Any) -> None:
+def test_what_users_write_is_what_it_is_on_one_device(kind):
     theirs, ours, counts, expected = kind().double(), kind().double(), Counts(), Counts()
     one = L.Trainer(accelerator="cpu", devices=1, max_epochs=EPOCHS, callbacks=[expected], **QUIET)
     one.fit(theirs, Data(PIPELINES * BATCH))
@@ -420,7 +406,7 @@ class SeedsAnew(L.Callback):
         assert trainer.fit_loop.on_save_checkpoint()["seed"] == self.seed
 
 
-def test_what_is_random_is_the_same_whoever_computes_and_seeds_anew() -> None:
+def test_what_is_random_is_the_same_whoever_computes_and_seeds_anew():
     one, other = Drops().double(), Drops().double()
     on_grid(one, pipelines=2, strategy={"num_microbatches": 2}, callbacks=[SeedsAnew()])
     on_grid(other, [Fault("kill", 1, 0, step=4, at="reduce")], {"num_microbatches": 2}, 2)
@@ -464,12 +450,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("kind", "microbatches"), sampled(itertools.product(REFUSED, [1, 2]), 1, seed=7))
-def test_what_cannot_work_is_refused_by_name(kind: Any, microbatches: int) -> None:
+def test_what_cannot_work_is_refused_by_name(kind, microbatches):
     with pytest.raises(ReCycleError) as caught:
         on_grid(kind().double(), strategy={"num_microbatches": microbatches}, pipelines=2)
     assert all(word in str(caught.value) for word in REFUSED[kind]), caught.value
 
 
-def test_several_stages_are_refused() -> None:
+def test_several_stages_are_refused():
     with pytest.raises(ConfigurationError, match=r"Regression has manual optimization.*pipeline_parallel_size=1"):
         on_grid(Regression(), strategy={"pipeline_parallel_size": 2}, pipelines=4)

@@ -1,7 +1,5 @@
 """A torchmetrics object is whole wherever a user keeps it, or refused by name."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -69,19 +67,13 @@ class Model(L.LightningModule):
         self.history: list[dict[str, float]] = []
 
     def places(self) -> Mapping[str, Any]:
-        keeper = next(c for c in self.trainer.callbacks if isinstance(c, Keeper))  # type: ignore[attr-defined]
+        keeper = next(c for c in self.trainer.callbacks if isinstance(c, Keeper))
         return {
-            "attribute": self.attribute,
-            "list": self.list[0],
-            "dict": self.dict["mae"],
-            "nested": self.nested["train"][0][0],
-            "object": self.holder.metric,
-            "dataclass": self.record.metrics["mae"],
-            "collection": self.collections[0],
-            "made in a hook": self.made[-1],
-            "callback": keeper.metrics[0],
-            "data module": self.trainer.datamodule.metrics[0],  # type: ignore[attr-defined]
-        }
+            "attribute": self.attribute, "list": self.list[0], "dict": self.dict["mae"],
+            "nested": self.nested["train"][0][0], "object": self.holder.metric, "dataclass": self.record.metrics["mae"],
+            "collection": self.collections[0], "made in a hook": self.made[-1], "callback": keeper.metrics[0],
+            "data module": self.trainer.datamodule.metrics[0],
+        }  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x)
@@ -149,7 +141,7 @@ def on_grid(stages: int, faults: Any = (), **kwargs: Any) -> L.Trainer:
 
 
 @pytest.mark.parametrize(("stages", "by_hand"), [(1, False), (1, True), (2, False)], ids=["2x1", "by hand", "2x2"])
-def test_a_metric_is_whole_wherever_it_is_kept_also_after_a_replacement(stages: int, by_hand: bool) -> None:
+def test_a_metric_is_whole_wherever_it_is_kept_also_after_a_replacement(stages, by_hand):
     run = on_grid(stages, [Fault("kill", 1, stages - 1, step=2)], callbacks=[Keeper(), AwaitReplacement([4])])
     model = Model(by_hand)
     run.fit(model, datamodule=Data(BATCH // 2))
@@ -171,14 +163,11 @@ class MadeInAStep(Model):
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (OfTheScript, r"MeanAbsoluteError\.compute\(\).*attribute of the module"),
-        (MadeInAStep, r"late .*a MeanAbsoluteError is made in the step; make it in __init__\(\)"),
-    ],
-)
-def test_a_share_is_refused_by_name(model: Any, message: str, stages: int) -> None:
+@pytest.mark.parametrize(("model", "message"), [
+    (OfTheScript, r"MeanAbsoluteError\.compute\(\).*attribute of the module"),
+    (MadeInAStep, r"late .*a MeanAbsoluteError is made in the step; make it in __init__\(\)"),
+])  # fmt: skip
+def test_a_share_is_refused_by_name(model, message, stages):
     with pytest.raises((ConfigurationError, UnsupportedFeatureError), match=message):
         on_grid(stages, num_sanity_val_steps=0).fit(model(), datamodule=Data(BATCH // 2))
 
@@ -194,7 +183,7 @@ class ForValuesOfBatches(Model):
         return super().training_step(batch)
 
 
-def test_values_of_batches_need_no_place() -> None:
+def test_values_of_batches_need_no_place():
     logged = []
     for run, batch in ((on_one_device(max_epochs=1), BATCH), (on_grid(1, max_epochs=1), BATCH // 2)):
         run.fit(ForValuesOfBatches(), datamodule=Data(batch))

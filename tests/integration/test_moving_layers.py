@@ -40,7 +40,7 @@ class Move(Callback):
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         sizes = self.moves.get(trainer.global_step)
         if sizes is not None:
-            trainer.strategy.move_layers(sizes)  # type: ignore[attr-defined]
+            trainer.strategy.move_layers(sizes)
 
 
 class MoveByBatch(Move):
@@ -50,7 +50,7 @@ class MoveByBatch(Move):
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         sizes = self.moves.get(batch_idx)
         if sizes is not None:
-            trainer.strategy.move_layers(sizes)  # type: ignore[attr-defined]
+            trainer.strategy.move_layers(sizes)
 
 
 class KilledWhileLayersMove(Callback):
@@ -63,8 +63,7 @@ class KilledWhileLayersMove(Callback):
 
     @override
     def on_fit_start(self, trainer: L.Trainer, *_: Any) -> None:
-        strategy: Any = trainer.strategy
-        if strategy.executor is None or strategy.grid_rank != self.rank:
+        if trainer.strategy.executor is None or trainer.strategy.grid_rank != self.rank:
             return
         for owner, name in [
             (stage_bundle, "send_object"),
@@ -107,14 +106,14 @@ SHARED = {1: (2.4, 2.1, 1.5)}
 
 
 @pytest.mark.parametrize("model", sampled([Regression(), Scheduled()], 1, rest=pytest.mark.long), ids=["adamw", "sgd"])
-def test_layers_move_are_shared_and_no_longer(model: Regression) -> None:
+def test_layers_move_are_shared_and_no_longer(model):
     moving = Move({2: (1, 5), 4: (2.25, 3.75), 6: (4.5, 1.5), 8: (4, 2)})
     run = exact_fit(model.double(), 2, 2, callbacks=[moving], strategy=STAY)
     assert moves(run) == [(0, 1, 6), (0, 2.25, 6), (0, 4.5, 6), (0, 4, 6)]
 
 
 @pytest.mark.long
-def test_layers_that_were_recipes_move() -> None:
+def test_layers_that_were_recipes_move():
     still, moved = Regression(specs=True).double(), Regression(specs=True).double()
     fit(still, 2, 2)
     run = fit(moved, 2, 2, callbacks=[Move({2: (1, 5), 4: (2.25, 3.75), 7: (4, 2)})], strategy=STAY)
@@ -136,7 +135,7 @@ def layouts(seed: int, layers: int, stages: int, count: int) -> list[tuple[float
 
 
 @pytest.mark.parametrize(("seed", "stages"), sampled([(seed, stages) for seed in range(20) for stages in (2, 3, 4)], 1))
-def test_random_layouts_of_layers_that_draw(seed: int, stages: int) -> None:
+def test_random_layouts_of_layers_that_draw(seed, stages):
     still, moved = Regression(dropout=0.2).double(), Regression(dropout=0.2).double()
     fit(still, 1, 1)
     sizes = layouts(seed, 9, stages, 4)
@@ -150,7 +149,7 @@ def test_random_layouts_of_layers_that_draw(seed: int, stages: int) -> None:
     ("sizes", "culprit", "every"),
     sampled(itertools.product([(1, 5), (2.5, 3.5)], [(1, 0), (1, 1)], [0, 2]), 1, rest=pytest.mark.long),
 )
-def test_computations_are_checked_after_layers_have_moved(sizes: Any, culprit: tuple[int, int], every: int) -> None:
+def test_computations_are_checked_after_layers_have_moved(sizes, culprit, every):
     fault = Fault("bitflip", *culprit, step=7, target="matmul", every=1)
     strategy = {**STAY, "verify": 1.0, "checksum_every": every}
     run = exact_fit(Regression().double(), 3, 2, [fault], callbacks=[Move({2: sizes})], strategy=strategy)
@@ -158,31 +157,27 @@ def test_computations_are_checked_after_layers_have_moved(sizes: Any, culprit: t
     assert [(event.worker, event.step) for event in happened(run, "corruption")] == [(culprit, 7)]
 
 
-def test_a_worker_that_joins_gets_the_layers_of_its_stage() -> None:
+def test_a_worker_that_joins_gets_the_layers_of_its_stage():
     """It was started with those of the beginning."""
     run = exact_fit(
-        Scheduled().double(),
-        2,
-        3,
-        [Fault("kill", 0, 1, step=4), Fault("kill", 1, 0, step=9)],
-        dataset(GLOBAL_BATCH * 16),
-        max_steps=16,
+        Scheduled().double(), 2, 3, [Fault("kill", 0, 1, step=4), Fault("kill", 1, 0, step=9)],
+        dataset(GLOBAL_BATCH * 16), max_steps=16,
         callbacks=[Move({**SHARED, 13: (1, 2.3, 2.7)}), AwaitReplacement([7, 12])],
         strategy={**STAY, "max_restarts": 10},
-    )
+    )  # fmt: skip
     assert moves(run) == [(0, 2.4, 4.5, 6), (0, 1, 3.3, 6)]
     assert len(happened(run, "rejoined")) == 2
 
 
 @pytest.mark.parametrize("clip", sampled([0.05, 1.0], 1, rest=pytest.mark.long))
-def test_norms_count_each_layer_once(clip: float) -> None:
+def test_norms_count_each_layer_once(clip):
     faults, moving = [Fault("kill", 1, 1, 6, at="optimizer")], Move({**SHARED, 7: (3, 2, 1)})
     run = exact_fit(Scheduled().double(), 2, 3, faults, callbacks=[moving], strategy=STAY, gradient_clip_val=clip)
     assert len(moves(run)) == 2
 
 
 @pytest.mark.parametrize("staggered", sampled([True, False], 1, rest=pytest.mark.long))
-def test_between_the_batches_of_one_step(staggered: bool) -> None:
+def test_between_the_batches_of_one_step(staggered):
     still, moved = Scheduled().double(), Scheduled().double()
     strategy = {**STAY, "staggered": staggered}
     options: dict[str, Any] = {"accumulate_grad_batches": 3, "max_steps": 4, "strategy": strategy}
@@ -207,17 +202,11 @@ MOMENTS = [
 
 
 @pytest.mark.parametrize(("kind", "rank", "moment"), sampled(MOMENTS, 1))
-def test_a_worker_may_be_killed_at_any_moment_of_a_move(kind: str, rank: int, moment: int) -> None:
+def test_a_worker_may_be_killed_at_any_moment_of_a_move(kind, rank, moment):
     wanted, _ = LAYOUTS[kind]
-    run = exact_fit(
-        Scheduled().double(),
-        2,
-        3,
-        data=dataset(GLOBAL_BATCH * 12),
-        max_steps=12,
-        strategy=STAY,
-        callbacks=[Move(wanted), KilledWhileLayersMove(rank, moment)],
-    )
+    data = dataset(GLOBAL_BATCH * 12)
+    callbacks = [Move(wanted), KilledWhileLayersMove(rank, moment)]
+    run = exact_fit(Scheduled().double(), 2, 3, data=data, max_steps=12, strategy=STAY, callbacks=callbacks)
     assert moves(run) == [
         tuple(round(cut, 9) for cut in itertools.accumulate(sizes, initial=0)) for sizes in wanted.values()
     ]
@@ -246,15 +235,15 @@ class StopOnceMoved(Callback):
 
     @override
     def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
-        self.cuts = trainer.strategy.session.steps.layers.cuts  # type: ignore[attr-defined]
+        self.cuts = trainer.strategy.session.steps.layers.cuts
 
     @override
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        trainer.should_stop = trainer.strategy.session.steps.layers.cuts != self.cuts  # type: ignore[attr-defined]
+        trainer.should_stop = trainer.strategy.session.steps.layers.cuts != self.cuts
 
 
 @pytest.mark.long
-def test_layers_move_to_where_they_take_less_time() -> None:
+def test_layers_move_to_where_they_take_less_time():
     model, data = Lopsided().double(), dataset(24 * 400)
     before = copy.deepcopy(model)
     strategy = {"partition": [1, 5]}
@@ -271,7 +260,7 @@ def test_layers_move_to_where_they_take_less_time() -> None:
 
 
 @pytest.mark.long
-def test_layers_stay_where_they_are_wanted() -> None:
+def test_layers_stay_where_they_are_wanted():
     strategy = {"partition": [1, 5], "rebalance": "never"}
     run = exact_fit(Lopsided().double(), 2, 2, data=dataset(24 * 16), max_steps=16, strategy=strategy)
     assert moves(run) == []

@@ -28,7 +28,7 @@ EPOCH = 4  # steps
 @pytest.mark.parametrize(
     "faults", sampled([[], [Fault("kill", 0, 1, 4, at="optimizer")], [Fault("kill", 1, 0, 5)]], 2), ids=str
 )
-def test_tied_weights(faults: list[Fault], sizes: tuple[float, ...]) -> None:
+def test_tied_weights(faults, sizes):
     model, moving = AutoEncoder().double(), Move({2: sizes, 6: (4, 2)})
     run = exact_fit(model, 2, 2, faults, gradient_clip_val=0.05, callbacks=[moving], strategy=STAY)
     assert len(moves(run)) == 2
@@ -53,17 +53,16 @@ class Siamese(AutoEncoder):
         }
 
 
-def test_weights_whose_copies_meet_and_part() -> None:
+def test_weights_whose_copies_meet_and_part():
     model = Siamese().double()
     data = dataset()
     samples = torch.utils.data.TensorDataset(data.tensors[0][:, :6], data.tensors[0][:, 2:])
-    run = exact_fit(
-        model, 2, 3, data=samples, callbacks=[Move({1: (1, 1, 4), 3: (3, 2, 1), 6: (4, 1, 1), 8: (2, 2, 2)})]
-    )
+    callbacks = [Move({1: (1, 1, 4), 3: (3, 2, 1), 6: (4, 1, 1), 8: (2, 2, 2)})]
+    run = exact_fit(model, 2, 3, data=samples, callbacks=callbacks)
     assert len(moves(run)) == 4
 
 
-def test_layers_of_an_ordinary_module() -> None:
+def test_layers_of_an_ordinary_module():
     expected, metrics, *_ = vision_alone()
     model, run = Vision().double(), on_grid(2, 2, callbacks=[Move({1: (1, 4), 3: (4, 1)})])
     assert train(run, model, images(), BATCH // 2) == pytest.approx(metrics)
@@ -72,7 +71,7 @@ def test_layers_of_an_ordinary_module() -> None:
 
 
 @pytest.mark.parametrize("clip", [None, 0.05])
-def test_layers_between_what_is_outside_of_the_chain(clip: float | None) -> None:
+def test_layers_between_what_is_outside_of_the_chain(clip):
     faults = [Fault("kill", 0, 2, step=3)]
     moving = Move({1: (1, 2, 1), 4: (1, 1, 2)})
     model, run = Gpt().double(), on_grid(2, 3, faults, gradient_clip_val=clip, callbacks=[moving])
@@ -87,21 +86,16 @@ def test_layers_between_what_is_outside_of_the_chain(clip: float | None) -> None
 @pytest.mark.parametrize(
     ("before", "after"), [((1, 5), (3, 2, 1)), ((2.5, 3.5), (2.5, 2, 1.5))], ids=["whole", "shared"]
 )
-def test_checkpoints_of_any_layout_go_on_with_any(
-    tmp_path: Path, name: str, sharded: bool, before: Any, after: Any
-) -> None:
+def test_checkpoints_of_any_layout_go_on_with_any(tmp_path, name, sharded, before, after):
     data = dataset(GLOBAL_BATCH * EPOCH)
 
     def run(grid: tuple[int, int], epochs: int, sizes: Any, ckpt_path: Path | None = None) -> dict[str, Tensor]:
         model = MODELS[name]().double()
         saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
+        callbacks = [saving, Move(sizes)]
+        strategy = {**STAY, "save_distributed_checkpoint": sharded}
         lightning = trainer(
-            *grid,
-            callbacks=[saving, Move(sizes)],
-            strategy={**STAY, "save_distributed_checkpoint": sharded},
-            max_epochs=epochs,
-            max_steps=-1,
-            enable_checkpointing=True,
+            *grid, callbacks=callbacks, strategy=strategy, max_epochs=epochs, max_steps=-1, enable_checkpointing=True
         )
         lightning.fit(model, DataLoader(data, batch_size=GLOBAL_BATCH // grid[0]), ckpt_path=ckpt_path)
         return model.state_dict()
@@ -114,19 +108,12 @@ def test_checkpoints_of_any_layout_go_on_with_any(
     assert difference(found, model.state_dict()) < TOLERANCE
 
 
-def test_learning_rates_of_groups_and_metrics(tmp_path: Path) -> None:
+def test_learning_rates_of_groups_and_metrics(tmp_path):
     def rows(moves: dict[int, Any], name: str) -> tuple[list[str], dict[str, Tensor]]:
         model = Grouped().double()
         logger = CSVLogger(tmp_path, name="", version=name, flush_logs_every_n_steps=1)
-        fit(
-            model,
-            2,
-            2,
-            callbacks=[Move(moves), LearningRateMonitor("step")],
-            logger=logger,
-            log_every_n_steps=1,
-            strategy={"run_metrics": False},
-        )
+        callbacks = [Move(moves), LearningRateMonitor("step")]
+        fit(model, 2, 2, callbacks=callbacks, logger=logger, log_every_n_steps=1, strategy={"run_metrics": False})
         return (tmp_path / name / "metrics.csv").read_text().splitlines(), model.state_dict()
 
     still, expected = rows({}, "still")
@@ -137,12 +124,12 @@ def test_learning_rates_of_groups_and_metrics(tmp_path: Path) -> None:
         assert [float(x or 0) for x in a.split(",")] == pytest.approx([float(x or 0) for x in b.split(",")], abs=1e-9)
 
 
-def test_what_callbacks_keep_by_layer_is_said_to_hold_them() -> None:
+def test_what_callbacks_keep_by_layer_is_said_to_hold_them():
     with pytest.raises(ConfigurationError, match=r"cannot move: EMAWeightAveraging keeps something for each layer"):
         fit(Regression().double(), 2, 2, callbacks=[Move({2: (1, 5)}), EMAWeightAveraging(decay=0.9)])
 
 
-def test_what_holds_layers_is_told_once_it_was_asked_for() -> None:
+def test_what_holds_layers_is_told_once_it_was_asked_for():
     strategy = {"partition": [1, 5]}
     callbacks = [EMAWeightAveraging(decay=0.9)]
     run = fit(Lopsided().double(), 2, 2, data=dataset(24 * 24), max_steps=24, strategy=strategy, callbacks=callbacks)
@@ -152,6 +139,6 @@ def test_what_holds_layers_is_told_once_it_was_asked_for() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(6, 0), (1, 4), (1, 2, 3)])
-def test_what_is_no_layout_is_refused(sizes: tuple[int, ...]) -> None:
+def test_what_is_no_layout_is_refused(sizes):
     with pytest.raises(ConfigurationError, match=r"no layout of 6 layers over 2 stages: give each"):
         fit(Regression().double(), 2, 2, callbacks=[Move({2: sizes})])

@@ -1,7 +1,5 @@
 """A NaN is the model's only if a peer gets it, too; otherwise the user never sees it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning as L
@@ -62,7 +60,7 @@ class Wrong(Regression):
                     Passing.wrong = self.forwards
 
 
-def test_one_that_does_not_come_again_leaves_nothing_behind() -> None:
+def test_one_that_does_not_come_again_leaves_nothing_behind():
     model = Wrong((1, 1), 1).double()
     expected = plain_loop(model, dataset())
     run = fit(model, 2, 2)
@@ -73,7 +71,7 @@ def test_one_that_does_not_come_again_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize("backwards", sampled([False, True], 1, rest=pytest.mark.long))
-def test_a_device_that_makes_them_is_evicted_because_its_peer_does_not(backwards: bool) -> None:
+def test_a_device_that_makes_them_is_evicted_because_its_peer_does_not(backwards):
     model = Wrong((1, 1), 1000, backwards).double()
     expected = plain_loop(model, dataset())
     run = fit(model, 2, 2, gradient_clip_val=1e3)  # steps are speculative
@@ -82,7 +80,7 @@ def test_a_device_that_makes_them_is_evicted_because_its_peer_does_not(backwards
     assert difference(model.state_dict(), expected) < TOLERANCE
 
 
-def test_the_models_own_is_the_users_and_asked_for_once() -> None:
+def test_the_models_own_is_the_users_and_asked_for_once():
     model = Wrong(None, 1000).double()
     run = fit(model, 2, 2, max_steps=8)
     assert told(run) == [(STEP, "inspected"), (STEP, "kept")]

@@ -3,8 +3,6 @@
 Each module trains on one device, and on two workers of which one is killed and replaced after hooks have changed it.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -119,21 +117,20 @@ class Replaced(Plain):
 
     def on_train_epoch_start(self) -> None:
         for parameter in self.net[2].parameters():
-            parameter.rate = 1 / (1 + self.current_epoch)  # type: ignore[attr-defined]
+            parameter.rate = 1 / (1 + self.current_epoch)
         if self.current_epoch == 1:
-            self.training_step = self._other_step  # type: ignore[method-assign]
+            self.training_step = self._other_step
             layer = self.net[2]
             layer.forward = MethodType(_doubled, layer)
             self.trainer.gradient_clip_val, self.trainer.gradient_clip_algorithm = 0.01, "value"
             self.trainer.fit_loop.max_epochs = EPOCHS - 1
-            self.trainer.callbacks.append(Halves())  # type: ignore[attr-defined]
+            self.trainer.callbacks.append(Halves())
 
     def _other_step(self, batch: Tensor, _: int) -> Tensor:
         return self.net(batch).abs().mean()
 
     def on_before_optimizer_step(self, _: Any) -> None:
         for parameter in self.parameters():
-            assert parameter.grad is not None
             parameter.grad.mul_(getattr(parameter, "rate", 1.0))
 
 
@@ -144,7 +141,6 @@ def _doubled(layer: nn.Linear, x: Tensor) -> Tensor:
 class Halves(L.Callback):
     def on_before_optimizer_step(self, _: Any, module: L.LightningModule, __: Any) -> None:
         for parameter in module.parameters():
-            assert parameter.grad is not None
             parameter.grad.mul_(0.5)
 
 
@@ -156,7 +152,7 @@ class SharedMemory(Plain):
         self.flat = torch.randn(8 * WIDTH, dtype=torch.float64)
         self.net[0].weight = nn.Parameter(self.flat.view(8, WIDTH))
         self.register_buffer("bank", torch.ones(4, 2, dtype=torch.float64))
-        self.first = self.bank[0]  # type: ignore[index]
+        self.first = self.bank[0]
         self.net.append(spectral_norm(nn.Linear(2, 2).double()))
         self.net.append(parametrizations.spectral_norm(nn.Linear(2, 2).double()))
         self.net.append(parametrizations.weight_norm(nn.Linear(2, 2).double()))
@@ -168,7 +164,7 @@ class SharedMemory(Plain):
         self.flat.clamp_(-0.8, 0.8)
 
     def training_step(self, batch: Tensor, _: int) -> Tensor:
-        return (self.net(batch) - self.bank.mean(0)).pow(2).mean()  # type: ignore[operator, union-attr]
+        return (self.net(batch) - self.bank.mean(0)).pow(2).mean()
 
 
 class Mapped(Samples):
@@ -210,9 +206,7 @@ def _fit(module: L.LightningModule, data: Dataset[Tensor], devices: int, collate
 
 
 def _assert_same_after_a_replacement(
-    kind: type[L.LightningModule],
-    data: Dataset[Tensor],
-    collate: type[Any] = lambda: None,  # type: ignore[assignment]
+    kind: type[L.LightningModule], data: Dataset[Tensor], collate: type[Any] = lambda: None
 ) -> tuple[L.LightningModule, L.Trainer]:
     expected, module = kind(), kind()
     _fit(expected, data, 1, collate())
@@ -223,12 +217,12 @@ def _assert_same_after_a_replacement(
 
 
 @pytest.mark.parametrize("kind", sampled([Hooked, RemembersFeatures, Replaced, SharedMemory], 2, rest=pytest.mark.long))
-def test_a_replacement_has_what_hooks_have_put_into_odd_places(kind: type[L.LightningModule]) -> None:
+def test_a_replacement_has_what_hooks_have_put_into_odd_places(kind):
     module, trainer = _assert_same_after_a_replacement(kind, Samples())
     if isinstance(module, Replaced):  # settings and callbacks come home
         assert trainer.gradient_clip_val == 0.01
         assert trainer.current_epoch == EPOCHS - 1
-        assert isinstance(trainer.callbacks[-1], Halves)  # type: ignore[attr-defined]
+        assert isinstance(trainer.callbacks[-1], Halves)
     if isinstance(module, SharedMemory):
         assert module.flat.data_ptr() == module.net[0].weight.data_ptr()
     if isinstance(module, Hooked):
@@ -237,7 +231,7 @@ def test_a_replacement_has_what_hooks_have_put_into_odd_places(kind: type[L.Ligh
         assert not module.net[0].weight._backward_hooks
 
 
-def test_a_replacement_reads_mapped_files_and_has_the_state_of_the_collate_function(tmp_path: Path) -> None:
+def test_a_replacement_reads_mapped_files_and_has_the_state_of_the_collate_function(tmp_path):
     content = np.random.default_rng(0).random((3 * SAMPLES, 2 * WIDTH))
     content.tofile(tmp_path / "samples")
     _assert_same_after_a_replacement(ScalesData, Mapped(tmp_path / "samples"), Scaled)
@@ -252,11 +246,11 @@ class Late(Plain):
 
     def training_step(self, batch: Tensor, _: int) -> Tensor:
         output = self.net(batch)
-        return (output * self.late if self.current_epoch else output).pow(2).mean()  # type: ignore[operator]
+        return (output * self.late if self.current_epoch else output).pow(2).mean()
 
 
 @pytest.mark.parametrize("kind", sampled([Late, SharedMemory], 1, rest=pytest.mark.long))
-def test_stages_bring_home_what_hooks_have_made(kind: type[L.LightningModule]) -> None:
+def test_stages_bring_home_what_hooks_have_made(kind):
     expected, module = kind(), kind()
     _fit(expected, Samples(), 1)
     grid_trainer(1, 2, (), {"num_microbatches": 1}, max_epochs=EPOCHS).fit(module, DataLoader(Samples(), batch_size=8))

@@ -70,7 +70,7 @@ class Hook(Callback):
     """Changes the state dict of checkpoints; keeps averages of the layers that its worker has."""
 
     def __init__(self, how: str) -> None:
-        self.how, self.average = how, {}  # type: ignore[var-annotated]
+        self.how, self.average = how, {}
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         now = {name: value.detach().clone() for name, value in pl_module.state_dict().items()}
@@ -123,7 +123,7 @@ def saving(folder: Path, how: str) -> list[Callback]:
 
 
 @pytest.mark.parametrize(("how", "place"), sampled(itertools.product(HOOKS, PLACES), 3, seed=174))
-def test_files_have_what_hooks_put_into_the_state_dict(tmp_path: Path, how: str, place: Any) -> None:
+def test_files_have_what_hooks_put_into_the_state_dict(tmp_path, how, place):
     run_on(0, 1, False, Net(), saving(tmp_path / "one", how))
     run_on(*place, Net(), saving(tmp_path / "grid", how))
     theirs, ours = files(tmp_path / "one"), files(tmp_path / "grid")
@@ -131,7 +131,7 @@ def test_files_have_what_hooks_put_into_the_state_dict(tmp_path: Path, how: str,
     assert not list(differences(theirs, ours, TOLERANCE))
 
 
-def test_what_one_worker_takes_from_another_stage_is_refused(tmp_path: Path) -> None:
+def test_what_one_worker_takes_from_another_stage_is_refused(tmp_path):
     with pytest.raises(UnsupportedFeatureError, match=r"Hook\.on_save_checkpoint\(\) takes net\.0\.bias"):
         run_on(2, 1, False, Net(), saving(tmp_path, "leader_drops"))
 
@@ -163,7 +163,7 @@ class Kept(Net):
 
 
 @pytest.mark.parametrize(("place", "folder"), sampled(itertools.product(PLACES, [False, True]), 2))
-def test_states_of_no_parameter_and_buffers_beside_state_dicts(tmp_path: Path, place: Any, folder: bool) -> None:
+def test_states_of_no_parameter_and_buffers_beside_state_dicts(tmp_path, place, folder):
     theirs, ours = Kept(), Kept()
     one, grid = run_on(0, 1, False, theirs), run_on(*place, ours)
     assert not list(differences(dict(theirs.named_buffers()), dict(ours.named_buffers()), TOLERANCE))
@@ -229,10 +229,9 @@ class Reads(Net):
 
 
 @pytest.mark.parametrize(
-    ("kind", "hook", "place"),
-    sampled(itertools.product(LOADERS, ["batch", "epoch"], PLACES), 2, seed=3),
+    ("kind", "hook", "place"), sampled(itertools.product(LOADERS, ["batch", "epoch"], PLACES), 2, seed=3)
 )
-def test_hooks_read_the_training_data_from_its_beginning(kind: str, hook: str, place: Any) -> None:
+def test_hooks_read_the_training_data_from_its_beginning(kind, hook, place):
     theirs, ours = Reads(hook), Reads(hook)
     run_on(0, 1, False, theirs, make=LOADERS[kind])
     run_on(*place, ours, make=LOADERS[kind])
@@ -240,7 +239,7 @@ def test_hooks_read_the_training_data_from_its_beginning(kind: str, hook: str, p
 
 
 @pytest.mark.parametrize(("kind", "stages"), [("addresses", 1), ("stream", 2), ("batches", 1)])
-def test_so_they_do_when_the_run_goes_on_in_the_middle_of_an_epoch(tmp_path: Path, kind: str, stages: int) -> None:
+def test_so_they_do_when_the_run_goes_on_in_the_middle_of_an_epoch(tmp_path, kind, stages):
     theirs, ours = Reads("epoch"), Reads("epoch")
     run_on(0, 1, False, theirs, make=LOADERS[kind])
     saves = ModelCheckpoint(tmp_path, every_n_train_steps=2, filename="{step}")
@@ -257,6 +256,6 @@ class Lazy(Net):
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_a_lazy_layer_without_a_shape_is_refused(stages: int) -> None:
+def test_a_lazy_layer_without_a_shape_is_refused(stages):
     with pytest.raises(UnsupportedFeatureError, match=r"net\.4\.weight of Lazy gets its shape.*before fit"):
         run_on(stages, 1, False, Lazy())

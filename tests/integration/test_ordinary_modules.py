@@ -1,7 +1,5 @@
 """A LightningModule that knows nothing of pipelines trains as on one device, with one stage, whoever dies."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any
@@ -130,33 +128,27 @@ def alone() -> tuple[dict[str, Any], Returned]:
     sampled([[], [Fault("kill", 1, 0, step=3), Fault("kill", 2, 0, step=8)]], 1, rest=pytest.mark.long),
     ids=["", "kills"],
 )
-def test_all_that_a_user_sees_is_that_of_one_device(alone: Any, microbatches: int | None, faults: list[Fault]) -> None:
+def test_all_that_a_user_sees_is_that_of_one_device(alone, microbatches, faults):
     expected, seen = alone
     returned = Returned()
     run = on_grid(3, faults, {"num_microbatches": microbatches}, callbacks=[returned])
     found = everything(run, BATCH // 3)
     assert_equal(found, expected)
     assert found["lost"] == [(fault.pipeline, 0) for fault in faults]
-    for ours, theirs in zip(
-        [*returned.training, *returned.validation], [*seen.training, *seen.validation], strict=True
-    ):
-        assert torch.allclose(ours, theirs, rtol=0, atol=1e-10)
+    ours, theirs = ([*each.training, *each.validation] for each in (returned, seen))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
 
 
-def test_a_replacement_joins(alone: Any) -> None:
-    run = on_grid(
-        2,
-        [Fault("kill", 1, 0, step=3)],
-        {"max_restarts": 10, "num_microbatches": 3},
-        callbacks=[AwaitReplacement([6])],
-    )
+def test_a_replacement_joins(alone):
+    faults = [Fault("kill", 1, 0, step=3)]
+    run = on_grid(2, faults, {"max_restarts": 10, "num_microbatches": 3}, callbacks=[AwaitReplacement([6])])
     model = Classifier().double()
     run.fit(model, DataLoader(data(), BATCH // 2, drop_last=True), DataLoader(data(), BATCH // 2))
     assert rejoined(run) == [(1, 0)]
     assert difference(model.state_dict(), alone[0]["weights"]) < 1e-10
 
 
-def test_dropout_is_the_same_whoever_computes() -> None:
+def test_dropout_is_the_same_whoever_computes():
     def weights(faults: list[Fault]) -> dict[str, Tensor]:
         model = Classifier(dropout=0.5).double()
         on_grid(3, faults, {"num_microbatches": 2}).fit(model, DataLoader(data(), BATCH // 3, drop_last=True))
@@ -166,15 +158,10 @@ def test_dropout_is_the_same_whoever_computes() -> None:
 
 
 @pytest.mark.parametrize("sharded", sampled([False, True], 1, rest=pytest.mark.long))
-def test_a_checkpoint_resumes_on_another_grid_and_on_one_device(alone: Any, sharded: bool, tmp_path: Path) -> None:
+def test_a_checkpoint_resumes_on_another_grid_and_on_one_device(alone, sharded, tmp_path):
     saves = ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=4, filename="{step}")
-    run = on_grid(
-        3,
-        strategy={"save_distributed_checkpoint": sharded},
-        enable_checkpointing=True,
-        callbacks=[saves],
-        max_epochs=1,
-    )
+    strategy = {"save_distributed_checkpoint": sharded}
+    run = on_grid(3, strategy=strategy, enable_checkpointing=True, callbacks=[saves], max_epochs=1)
     run.fit(Classifier().double(), DataLoader(data(), BATCH // 3, drop_last=True), DataLoader(data(), BATCH // 3))
     path = tmp_path / "step=4.ckpt"
     resumed = Classifier().double()
@@ -184,7 +171,7 @@ def test_a_checkpoint_resumes_on_another_grid_and_on_one_device(alone: Any, shar
         assert set(torch.load(path, weights_only=True)["state_dict"]) == set(Classifier().state_dict())
 
 
-def test_a_frozen_module_is_evaluated() -> None:
+def test_a_frozen_module_is_evaluated():
     model = Classifier().double().requires_grad_(False)
     loader = DataLoader(data(), 8)
     (ours,) = on_grid(2).validate(model, loader, verbose=False)
@@ -197,7 +184,7 @@ class OwnBackward(Classifier):
         super().backward(2 * loss)
 
 
-def test_the_users_backward_is_called() -> None:
+def test_the_users_backward_is_called():
     ours, theirs = OwnBackward().double(), OwnBackward().double()
     on_one_device(max_steps=3).fit(theirs, DataLoader(data(), BATCH, drop_last=True))
     on_grid(2, max_steps=3).fit(ours, DataLoader(data(), BATCH // 2, drop_last=True))
@@ -234,7 +221,7 @@ class MeanTeacher(Classifier):
 
 
 @pytest.mark.parametrize("batches", [1, 2])
-def test_gradients_are_zeroed_between_the_forward_and_the_backward(batches: int) -> None:
+def test_gradients_are_zeroed_between_the_forward_and_the_backward(batches):
     """A replacement has those of the step before it came."""
     ours, theirs = MeanTeacher().double(), MeanTeacher().double()
     options: Any = {"max_epochs": EPOCHS, "accumulate_grad_batches": batches}
@@ -265,7 +252,7 @@ class WithBranches(Classifier):
         return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1)
 
 
-def test_a_parameter_without_a_part_in_a_step_is_left_alone() -> None:
+def test_a_parameter_without_a_part_in_a_step_is_left_alone():
     torch.manual_seed(1)
     first = WithBranches().double()
     ours, theirs = copy.deepcopy(first), copy.deepcopy(first)
@@ -289,7 +276,7 @@ class SkipsBatches(Classifier):
 
 
 @pytest.mark.filterwarnings("ignore:.*returned .?None.*")
-def test_a_step_without_a_loss_trains_nothing() -> None:
+def test_a_step_without_a_loss_trains_nothing():
     ours, theirs = SkipsBatches().double(), SkipsBatches().double()
     on_one_device(max_epochs=EPOCHS).fit(theirs, DataLoader(data(), BATCH, drop_last=True))
     run = on_grid(3, [Fault("kill", 1, 0, step=3)], {"num_microbatches": 2})
@@ -307,7 +294,7 @@ class SkipsSomeSamples(Classifier):
 
 
 @pytest.mark.filterwarnings("ignore:.*returned .?None.*")
-def test_a_micro_batch_without_a_loss_adds_nothing() -> None:
+def test_a_micro_batch_without_a_loss_adds_nothing():
     """As with accumulation: the mean is over all micro-batches, also over those that add nothing."""
     x = torch.linspace(-1, 1, 2, dtype=torch.float64)[:, None].repeat(1, 8)
     rows = TensorDataset(x.repeat(4, 1), torch.tensor([0, 1]).repeat(4))
@@ -329,7 +316,7 @@ class SavesItsHead(Classifier):
         return {name: value for name, value in super().state_dict(*args, **kwargs).items() if "body" not in name}
 
 
-def test_what_is_left_out_of_checkpoints_is_there_in_all_processes(tmp_path: Path) -> None:
+def test_what_is_left_out_of_checkpoints_is_there_in_all_processes(tmp_path):
     ours, theirs = SavesItsHead().double(), SavesItsHead().double()
     for model in (ours, theirs):
         nn.init.constant_(model.body[0].weight, 0.1)  # as if it had been loaded from a file of its own
@@ -355,7 +342,7 @@ class SavesImages(Classifier):
 
 
 @pytest.mark.long
-def test_a_step_knows_where_to_save_images(tmp_path: Path) -> None:
+def test_a_step_knows_where_to_save_images(tmp_path):
     model = SavesImages().double()
     run = on_grid(2, [Fault("kill", 0, 0, step=1)], max_epochs=1, default_root_dir=tmp_path)
     run.fit(model, DataLoader(data(), BATCH // 2, drop_last=True))
@@ -370,7 +357,7 @@ class LogsImages(Classifier):
 
 
 @pytest.mark.parametrize("pipeline", sampled([0, 1], 1, rest=pytest.mark.long))  # the leader, and another
-def test_an_image_of_a_step_is_written_once(tmp_path: Path, pipeline: int) -> None:
+def test_an_image_of_a_step_is_written_once(tmp_path, pipeline):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     logger = TensorBoardLogger(tmp_path, name="board", version=0)
@@ -383,12 +370,12 @@ def test_an_image_of_a_step_is_written_once(tmp_path: Path, pipeline: int) -> No
 @pytest.mark.parametrize(
     ("pipelines", "expected"), sampled([(1, [0, 1, None]), (2, [[0, 0], [1, 1], None])], 1, rest=pytest.mark.long)
 )
-def test_predictions_may_be_anything(pipelines: int, expected: Any) -> None:
+def test_predictions_may_be_anything(pipelines, expected):
     loader = DataLoader(data(24), 8 // pipelines)
     assert on_grid(pipelines).predict(SavesImages().double(), loader) == expected
 
 
-def test_the_launching_process_reads_data_and_checkpoints_as_one_device(tmp_path: Path) -> None:
+def test_the_launching_process_reads_data_and_checkpoints_as_one_device(tmp_path):
     def connected(pipelines: int) -> L.Trainer:
         run = on_grid(pipelines)
         run.strategy.connect(model)
@@ -416,7 +403,7 @@ class OfTwoLoaders(Classifier):
         return loss
 
 
-def test_two_loaders_and_accumulation_are_those_of_one_device_when_a_worker_dies_between_two_batches() -> None:
+def test_two_loaders_and_accumulation_are_those_of_one_device_when_a_worker_dies_between_two_batches():
     def loaders(batch: int) -> Any:
         return {"a": DataLoader(data(), batch, drop_last=True), "b": DataLoader(data(2 * BATCH), batch // 2)}
 
@@ -471,19 +458,16 @@ class ValidatesByItself(Classifier):
         return next(dataloader_iter)
 
 
-@pytest.mark.parametrize(
-    ("model", "words"),
-    [
-        (LogsText, ["`self.log(told, by mistake)` was called", "`str` values"]),
-        (LossByName, ["LossByName.training_step()", "a dict without a loss", "'loss'"]),
-        (VectorLoss, ["training_step() returned", "shape (8, 3)", ".mean()"]),
-        (Gathers, ["all_gather", "on_train_batch_end"]),
-        (Searches, ["LBFGS", "several times", "automatic_optimization = False"]),
-        (ReadsItself, ["dataloader_iter", "(batch, batch_idx)"]),
-        (ValidatesByItself, ["validation_step(dataloader_iter)", "(batch, batch_idx)"]),
-    ],
-)
-def test_what_cannot_work_is_refused_by_name(model: Any, words: list[str]) -> None:
+@pytest.mark.parametrize(("model", "words"), [
+    (LogsText, ["`self.log(told, by mistake)` was called", "`str` values"]),
+    (LossByName, ["LossByName.training_step()", "a dict without a loss", "'loss'"]),
+    (VectorLoss, ["training_step() returned", "shape (8, 3)", ".mean()"]),
+    (Gathers, ["all_gather", "on_train_batch_end"]),
+    (Searches, ["LBFGS", "several times", "automatic_optimization = False"]),
+    (ReadsItself, ["dataloader_iter", "(batch, batch_idx)"]),
+    (ValidatesByItself, ["validation_step(dataloader_iter)", "(batch, batch_idx)"]),
+])  # fmt: skip
+def test_what_cannot_work_is_refused_by_name(model, words):
     with pytest.raises(ReCycleError) as caught:
         on_grid(2).fit(model().double(), DataLoader(data(), 8, drop_last=True))
     assert all(word in str(caught.value) for word in words), caught.value

@@ -3,10 +3,7 @@
 What a step may be, and what is refused, is in tests/model/test_chain_parts.py; here is what needs processes.
 """
 
-from __future__ import annotations
-
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -160,7 +157,7 @@ def gpt_alone(clip: float | None = None, epochs: int = 1) -> dict[str, Tensor]:
     [((2, 2), [Fault("kill", 1, 0, step=3)]), ((1, 3), []), ((2, 2), [Fault("kill", 0, 1, step=2, at="reduce")])],
     ids=str,
 )
-def test_all_that_a_user_sees_is_that_of_one_device(grid: tuple[int, int], faults: list[Fault]) -> None:
+def test_all_that_a_user_sees_is_that_of_one_device(grid, faults):
     expected, metrics, tested, predicted = vision_alone()
     model, run = Vision().double(), on_grid(*grid, faults)
     assert train(run, model, images(), BATCH // grid[0]) == pytest.approx(metrics)
@@ -172,19 +169,13 @@ def test_all_that_a_user_sees_is_that_of_one_device(grid: tuple[int, int], fault
         assert torch.allclose(torch.cat(run.predict(model, loader)), predicted)
 
 
-@pytest.mark.parametrize(
-    ("grid", "faults", "clip"),
-    [
-        ((2, 2), [Fault("kill", 0, 1, step=2)], None),
-        ((2, 2), [Fault("kill", 1, 0, step=3, at="reduce", when="after")], 0.05),
-        ((1, 4), [], 0.05),
-        ((2, 3), [Fault("kill", 1, 1, step=2), Fault("kill", 0, 2, step=4, at="optimizer")], None),
-    ],
-    ids=str,
-)
-def test_what_is_outside_of_the_chain_trains_as_one_parameter(
-    grid: tuple[int, int], faults: list[Fault], clip: float | None
-) -> None:
+@pytest.mark.parametrize(("grid", "faults", "clip"), [
+    ((2, 2), [Fault("kill", 0, 1, step=2)], None),
+    ((2, 2), [Fault("kill", 1, 0, step=3, at="reduce", when="after")], 0.05),
+    ((1, 4), [], 0.05),
+    ((2, 3), [Fault("kill", 1, 1, step=2), Fault("kill", 0, 2, step=4, at="optimizer")], None),
+], ids=str)  # fmt: skip
+def test_what_is_outside_of_the_chain_trains_as_one_parameter(grid, faults, clip):
     model, run = Gpt().double(), on_grid(*grid, faults, gradient_clip_val=clip)
     train(run, model, text(), BATCH // grid[0])
     assert sorted(failures(run)) == sorted((fault.pipeline, fault.stage) for fault in faults)
@@ -192,7 +183,7 @@ def test_what_is_outside_of_the_chain_trains_as_one_parameter(
     assert model.head.weight is model.embed.weight
 
 
-def test_noise_and_dropout_are_the_same_on_all_grids() -> None:
+def test_noise_and_dropout_are_the_same_on_all_grids():
     def weights(pipelines: int, stages: int, faults: list[Fault]) -> dict[str, Tensor]:
         model = Gpt(dropout=0.3, noise=0.1).double()
         train(on_grid(pipelines, stages, faults), model, text(), BATCH // pipelines)
@@ -203,29 +194,22 @@ def test_noise_and_dropout_are_the_same_on_all_grids() -> None:
     assert difference(expected, gpt_alone()) > 1e-4
 
 
-def test_a_replacement_joins() -> None:
+def test_a_replacement_joins():
     model = Gpt().double()
-    run = on_grid(
-        2,
-        2,
-        [Fault("kill", 0, 1, step=2)],
-        {"max_restarts": 10},
-        callbacks=[AwaitReplacement([5, 8])],
-        max_epochs=2,
-    )
+    faults = [Fault("kill", 0, 1, step=2)]
+    run = on_grid(2, 2, faults, {"max_restarts": 10}, callbacks=[AwaitReplacement([5, 8])], max_epochs=2)
     train(run, model, text(), BATCH // 2)
     assert rejoined(run) == [(0, 1)]
     assert difference(model.state_dict(), gpt_alone(epochs=2)) < 1e-10
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["file", "folder"])
-def test_a_checkpoint_is_that_of_one_device_and_resumes_on_another_grid(sharded: bool, tmp_path: Path) -> None:
+def test_a_checkpoint_is_that_of_one_device_and_resumes_on_another_grid(sharded, tmp_path):
     def saves(folder: str) -> ModelCheckpoint:
         return ModelCheckpoint(tmp_path / folder, save_top_k=-1, every_n_train_steps=4, filename="{step}")
 
-    run = on_grid(
-        1, 3, strategy={"save_distributed_checkpoint": sharded}, enable_checkpointing=True, callbacks=[saves("")]
-    )
+    strategy = {"save_distributed_checkpoint": sharded}
+    run = on_grid(1, 3, strategy=strategy, enable_checkpointing=True, callbacks=[saves("")])
     train(run, Gpt().double(), text(), BATCH)
     path = tmp_path / "step=4.ckpt"
     resumed = Gpt().double()
@@ -254,14 +238,13 @@ class Trained(Gpt):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2, eps=1e-5)
 
 
-def test_parameters_are_thawed_later_and_averaged() -> None:
+def test_parameters_are_thawed_later_and_averaged():
     ours, theirs = Trained().double(), Trained().double()
     averaged = {"decay": 0.8}
     alone = on_one_device(max_epochs=2, callbacks=[Thaws(), EMAWeightAveraging(**averaged)])
     train(alone, theirs, text(), BATCH)
-    run = on_grid(
-        2, 2, [Fault("kill", 1, 1, step=8)], callbacks=[Thaws(), EMAWeightAveraging(**averaged)], max_epochs=2
-    )
+    faults = [Fault("kill", 1, 1, step=8)]
+    run = on_grid(2, 2, faults, callbacks=[Thaws(), EMAWeightAveraging(**averaged)], max_epochs=2)
     train(run, ours, text(), BATCH // 2)
     assert failures(run) == [(1, 1)]
     assert difference(ours.state_dict(), theirs.state_dict()) < 1e-10
@@ -280,7 +263,7 @@ class Annealed(Vision):
 
 
 @pytest.mark.parametrize("step", sampled([3, 5], 1))
-def test_a_step_that_is_served_once_more_sees_the_counters_of_its_time(step: int) -> None:
+def test_a_step_that_is_served_once_more_sees_the_counters_of_its_time(step):
     """The first stage loses a worker when the last one has applied the step, which may end an epoch."""
     ours, theirs = Annealed().double(), Annealed().double()
     on_one_device(max_epochs=2).fit(theirs, DataLoader(images(), BATCH))
@@ -306,7 +289,7 @@ class AutoEncoder(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_layers_are_named_by_the_user() -> None:
+def test_layers_are_named_by_the_user():
     ours, theirs = AutoEncoder().double(), AutoEncoder().double()
     on_one_device(max_epochs=1).fit(theirs, DataLoader(images(), BATCH))
     strategy = {"layers": ["encoder", "decoder"], "partition": [1, 5], "num_microbatches": 1}
@@ -326,19 +309,16 @@ class Layers(PipelineModule):
         return [nn.Linear(8, 8), nn.Linear(8, 3)]
 
 
-@pytest.mark.parametrize(
-    ("model", "strategy", "words"),
-    [
-        (Residual, {}, ["Residual.training_step()", "uses what layer 'net.2' returned (relu)", "'net.3'"]),
-        (Vision, {"pipeline_parallel_size": 6}, ["Vision cannot be cut", "6 stages"]),
-        (Vision, {"layers": "body"}, ["layers='body'", "net"]),
-        (Vision, {"partition": [1, 1, 3]}, ["partition=[1, 1, 3] describes 3 stages"]),
-        (Vision, {"pipeline_parallel_size": 3, "partition": [1, 1, 3]}, ["Stage 1 of 3 of Vision has no parameters"]),
-        (AutoEncoder, {}, ["AutoEncoder", "'encoder'", "'decoder'", "layers="]),
-        (Layers, {"layers": "layers"}, ["is a PipelineModule", "Leave the option out"]),
-    ],
-)
-def test_what_cannot_be_cut_is_refused_by_name(model: Any, strategy: Any, words: list[str]) -> None:
+@pytest.mark.parametrize(("model", "strategy", "words"), [
+    (Residual, {}, ["Residual.training_step()", "uses what layer 'net.2' returned (relu)", "'net.3'"]),
+    (Vision, {"pipeline_parallel_size": 6}, ["Vision cannot be cut", "6 stages"]),
+    (Vision, {"layers": "body"}, ["layers='body'", "net"]),
+    (Vision, {"partition": [1, 1, 3]}, ["partition=[1, 1, 3] describes 3 stages"]),
+    (Vision, {"pipeline_parallel_size": 3, "partition": [1, 1, 3]}, ["Stage 1 of 3 of Vision has no parameters"]),
+    (AutoEncoder, {}, ["AutoEncoder", "'encoder'", "'decoder'", "layers="]),
+    (Layers, {"layers": "layers"}, ["is a PipelineModule", "Leave the option out"]),
+])  # fmt: skip
+def test_what_cannot_be_cut_is_refused_by_name(model, strategy, words):
     stages = strategy.pop("pipeline_parallel_size", 2)
     run = on_grid(1, stages, strategy=strategy, num_sanity_val_steps=0)
     with pytest.raises(ConfigurationError) as caught:
@@ -363,7 +343,7 @@ class Collects(AutoEncoder):
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_what_steps_collect_reaches_all_stages(microbatches: int) -> None:
+def test_what_steps_collect_reaches_all_stages(microbatches):
     strategy = {"layers": ["encoder", "decoder"], "num_microbatches": microbatches}
     run = on_grid(1, 2, strategy=strategy)
     run.fit(Collects().double(), DataLoader(images(), BATCH))

@@ -22,9 +22,7 @@ def result(output: str) -> tuple[float, int]:
 @pytest.mark.parametrize(
     ("strategy", "killed", "lost"), sampled([("name", (), 0), ("object", (3,), 1)], 1, rest=pytest.mark.long)
 )
-def test_a_script_of_pytorch_lightning_trains_as_on_one_device(
-    strategy: str, killed: tuple[int, ...], lost: int, tmp_path: Path
-) -> None:
+def test_a_script_of_pytorch_lightning_trains_as_on_one_device(strategy, killed, lost, tmp_path):
     expected, _ = result(output_of(SCRIPT, tmp_path / "one", "one", timeout=PATIENCE))
     output = output_of(SCRIPT, tmp_path / "grid", strategy, *killed, timeout=PATIENCE)
     assert result(output) == (pytest.approx(expected, rel=1e-12), lost)

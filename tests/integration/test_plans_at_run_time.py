@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import lightning as L
 import pytest
@@ -17,22 +17,9 @@ from support.models import GLOBAL_BATCH, Regression, dataset
 from support.sampling import sampled
 from support.training import committed_steps, exact_fit, failures, fit
 
-from lightning_recycle import ConfigurationError
+from lightning_recycle import ConfigurationError, planning
 from lightning_recycle.callbacks import Fault
 from lightning_recycle.control.plans import plan_provider
-from lightning_recycle.planning import (
-    Grid,
-    HeuristicPlanner,
-    Problem,
-    Profile,
-    Schedule,
-    StageProfile,
-    Worker,
-    heuristic,
-    one_f_one_b,
-    plan,
-    save_profile,
-)
 from lightning_recycle.planning.costs import load_profile
 from lightning_recycle.planning.plan_library import read_plan
 from lightning_recycle.planning.routing import CompactSchedule, Lane, compact, lane_problem
@@ -40,7 +27,7 @@ from lightning_recycle.planning.routing import CompactSchedule, Lane, compact, l
 pytestmark = pytest.mark.long
 
 
-def test_the_first_steps_measure_a_profile_that_plans_later_runs(tmp_path: Path) -> None:
+def test_the_first_steps_measure_a_profile_that_plans_later_runs(tmp_path):
     exact_fit(Regression().double(), 2, 2, default_root_dir=tmp_path, strategy={"profile": "auto"})
     path = tmp_path / "profile.json"
     profile = load_profile(path)
@@ -61,7 +48,7 @@ def test_the_first_steps_measure_a_profile_that_plans_later_runs(tmp_path: Path)
         fit(Regression().double(), 2, 3, strategy={"profile": path})
 
 
-def test_plans_are_taken_from_the_library_and_added_to_it(tmp_path: Path) -> None:
+def test_plans_are_taken_from_the_library_and_added_to_it(tmp_path):
     library = tmp_path / "plans"
     fit(Regression().double(), 2, 2, data=dataset(24 * 60), max_steps=60, strategy={"plan_library": library})
     stored = sorted(library.glob("*.plan.gz"))
@@ -98,17 +85,17 @@ def sources(run: L.Trainer) -> list[str]:
     return [event.details["plan"] for event in run.strategy.history if event.kind == "resumed"]
 
 
-PAIRS = list(combinations(Grid(3, 2, 4).workers(), 2))
+PAIRS = list(combinations(planning.Grid(3, 2, 4).workers(), 2))
 
 
 @pytest.fixture(scope="module")
-def offline(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def offline(tmp_path_factory) -> dict[str, Any]:
     """The strategy's options for a profile, and for a library that ``recycle-plan`` has filled for two failures."""
     folder = tmp_path_factory.mktemp("offline")
     forward, backward, weight, reduce, step = 0.002, 0.002, 0.001, 0.0005, 0.001
-    first = StageProfile(forward, backward, weight, reduce, step, activation_bytes=1000, output_bytes=256)
+    first = planning.StageProfile(forward, backward, weight, reduce, step, activation_bytes=1000, output_bytes=256)
     stages = (first, replace(first, forward=0.001, backward_weight=0.002))
-    save_profile(folder / "profile.json", Profile(stages, latency=1e-4, bandwidth=1e9, steps=20))
+    planning.save_profile(folder / "profile.json", planning.Profile(stages, latency=1e-4, bandwidth=1e9, steps=20))
     grid = ["grid.pipelines=3", "grid.stages=2", "grid.microbatches=4"]
     costs = ["costs=profile", "costs.path=profile.json"]
     command = [sys.executable, "-m", "lightning_recycle.commands.plan", *grid, *costs]
@@ -120,7 +107,7 @@ def offline(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("one", "other"), sampled(PAIRS, 2), ids=str)
-def test_no_plan_is_made_while_any_two_workers_are_lost(offline: dict[str, Any], one: Worker, other: Worker) -> None:
+def test_no_plan_is_made_while_any_two_workers_are_lost(offline, one, other):
     faults = [Fault("kill", one.pipeline, one.stage, step=1), Fault("kill", other.pipeline, other.stage, step=3)]
     before = {path: path.stat().st_mtime_ns for path in offline["plan_library"].iterdir()}
     run = exact_fit(Regression().double(), 3, 2, faults, strategy=offline)
@@ -130,11 +117,11 @@ def test_no_plan_is_made_while_any_two_workers_are_lost(offline: dict[str, Any],
     assert after.items() >= before.items(), "what was there is used; plans for a third failure may have been added"
 
 
-class OneAtATime(HeuristicPlanner):
+class OneAtATime(planning.HeuristicPlanner):
     """The planner at once, so bad that every other one finds better plans."""
 
-    def plan(self, problem: Problem) -> Schedule:
-        alone = heuristic(replace(problem, in_flight_limit=(1,) * problem.grid.stages), effort=0)
+    def plan(self, problem: planning.Problem) -> planning.Schedule:
+        alone = planning.heuristic(replace(problem, in_flight_limit=(1,) * problem.grid.stages), effort=0)
         return replace(alone, problem=problem)
 
 
@@ -145,10 +132,10 @@ class Patient:
     gate: Path
     home: int
 
-    def plan(self, problem: Problem) -> Schedule:
+    def plan(self, problem: planning.Problem) -> planning.Schedule:
         while os.getpid() != self.home and not self.gate.exists():
             time.sleep(0.01)
-        return heuristic(problem)
+        return planning.heuristic(problem)
 
 
 class AwaitBetter(L.Callback):
@@ -158,7 +145,7 @@ class AwaitBetter(L.Callback):
         self.gate = gate
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        client = cast("Any", trainer.strategy).session.client
+        client = trainer.strategy.session.client
         if trainer.global_step == 8:
             self.gate.touch()
         deadline = time.monotonic() + 60.0
@@ -171,35 +158,27 @@ class AwaitBetter(L.Callback):
 
 
 @pytest.mark.parametrize("fault", sampled([Fault("kill", 1, 0, step=2), Fault("kill", 0, 1, step=2)], 1), ids=str)
-def test_after_a_failure_a_users_planner_improves_the_plan_that_was_made_in_need(
-    fault: Fault, offline: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_failure_a_users_planner_improves_the_plan_that_was_made_in_need(fault, offline, tmp_path, monkeypatch):
     """The weights are exact across the change, and nobody regroups for it. A profile makes the gain always the same."""
     monkeypatch.setattr(plan_provider, "HeuristicPlanner", OneAtATime)
     gate = tmp_path / "gate"
-    run = exact_fit(
-        Regression().double(),
-        2,
-        2,
-        [fault],
-        dataset(GLOBAL_BATCH * 12),
-        max_steps=12,
-        callbacks=[AwaitBetter(gate)],
-        strategy={"planner": Patient(gate, os.getpid()), "profile": offline["profile"], "split_backward": True},
-    )
+    data = dataset(GLOBAL_BATCH * 12)
+    strategy = {"planner": Patient(gate, os.getpid()), "profile": offline["profile"], "split_backward": True}
+    callbacks = [AwaitBetter(gate)]
+    run = exact_fit(Regression().double(), 2, 2, [fault], data, max_steps=12, callbacks=callbacks, strategy=strategy)
     assert committed_steps(run) == list(range(12))
     (change,) = [event for event in run.strategy.history if event.kind == "replanned"]
     assert change.details["found_by"] == "Patient"
     assert change.details["gain"] > 0.04
     assert change.generation == 1
     first, second, third = run.strategy.schedules
-    assert second.failed == third.failed == {Worker(fault.pipeline, fault.stage)}
+    assert second.failed == third.failed == {planning.Worker(fault.pipeline, fault.stage)}
     peaks = [max(map(schedule.peak_in_flight, schedule.live_workers)) for schedule in (first, second, third)]
     assert peaks[1] == 1 < min(peaks[0], peaks[2]), "before the start the chosen planner is waited for"
     assert len(sources(run)) == 2
 
 
-def test_a_damaged_plan_is_reported_and_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_plan_is_reported_and_made_again(tmp_path, caplog):
     library = tmp_path / "plans"
     fit(Regression().double(), 2, 2, strategy={"plan_library": library})
     for path in library.glob("*.plan.gz"):
@@ -211,36 +190,32 @@ def test_a_damaged_plan_is_reported_and_made_again(tmp_path: Path, caplog: pytes
 class OneByOne:
     """A planner of a user's: 1F1B while nothing fails."""
 
-    def plan(self, problem: Problem) -> Schedule:
-        return plan(problem) if problem.failed else one_f_one_b(problem)
+    def plan(self, problem: planning.Problem) -> planning.Schedule:
+        return planning.plan(problem) if problem.failed else planning.one_f_one_b(problem)
 
 
-def test_a_users_planner_is_asked(tmp_path: Path) -> None:
+def test_a_users_planner_is_asked(tmp_path):
     run = exact_fit(Regression().double(), 2, 2, [Fault("kill", 0, 0, step=5)], strategy={"planner": OneByOne()})
     assert not run.strategy.schedules[0].problem.technique.split_backward
-    assert run.strategy.schedules[1].failed == {Worker(0, 0)}
+    assert run.strategy.schedules[1].failed == {planning.Worker(0, 0)}
 
 
-@pytest.mark.parametrize(
-    ("options", "staggered"),
-    [
-        ({}, True),
-        ({"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}, True),
-        ({"gradient_clip_val": 0.5}, True),
-        ({"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}, False),
-    ],
-    ids=["plain", "clipped by value", "clipped by norm", "clipped by norm, accumulated"],
-)
-def test_the_plan_is_staggered_only_if_the_steps_are(options: dict[str, Any], staggered: bool) -> None:
+@pytest.mark.parametrize(("options", "staggered"), [
+    ({}, True),
+    ({"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}, True),
+    ({"gradient_clip_val": 0.5}, True),
+    ({"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}, False),
+], ids=["plain", "clipped by value", "clipped by norm", "clipped by norm, accumulated"])  # fmt: skip
+def test_the_plan_is_staggered_only_if_the_steps_are(options, staggered):
     run = fit(Regression().double(), 2, 2, max_steps=1, **options)
     assert run.strategy.schedules[0].problem.technique.staggered is staggered
 
 
-class ByLanes(HeuristicPlanner):
+class ByLanes(planning.HeuristicPlanner):
     """Plans as for thousands of workers, however few there are."""
 
-    def plan(self, problem: Problem) -> Schedule:
-        return compact(problem, Lane.of(heuristic(lane_problem(problem))))
+    def plan(self, problem: planning.Problem) -> planning.Schedule:
+        return compact(problem, Lane.of(planning.heuristic(lane_problem(problem))))
 
 
 CODED_KILLS = [
@@ -257,7 +232,7 @@ CODED_KILLS = [
     sampled(CODED_KILLS, 1),
     ids=lambda faults: ", ".join(f"{fault.pipeline}-{fault.stage}" for fault in faults),
 )
-def test_coded_plans_are_run_and_lose_nothing(faults: list[Fault]) -> None:
+def test_coded_plans_are_run_and_lose_nothing(faults):
     """Lanes of live workers, and workers in no lane, which only reduce and step."""
     run = exact_fit(Regression().double(), 3, 2, faults, strategy={"planner": ByLanes()})
     schedules = run.strategy.schedules

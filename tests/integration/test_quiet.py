@@ -1,7 +1,5 @@
 """What a run shows: on a terminal, in metrics, as warnings. Plain Lightning is the measure."""
 
-from __future__ import annotations
-
 import logging
 import os
 import pty
@@ -85,7 +83,7 @@ def kinds_of_lines(shown: str) -> set[str]:
 
 
 @pytest.mark.long
-def test_a_run_shows_what_plain_lightning_shows_and_two_lines_more(tmp_path: Path) -> None:
+def test_a_run_shows_what_plain_lightning_shows_and_two_lines_more(tmp_path):
     shown = {}
     for strategy, devices in (("auto", 1), ("recycle", 2)):
         folder = tmp_path / strategy
@@ -99,7 +97,7 @@ def test_a_run_shows_what_plain_lightning_shows_and_two_lines_more(tmp_path: Pat
 
 
 @pytest.mark.long
-def test_ctrl_c_shows_two_lines_and_the_cursor(tmp_path: Path) -> None:
+def test_ctrl_c_shows_two_lines_and_the_cursor(tmp_path):
     sent: list[int] = []
 
     def interrupt(shown: str, terminal: int) -> None:
@@ -116,7 +114,7 @@ def test_ctrl_c_shows_two_lines_and_the_cursor(tmp_path: Path) -> None:
     assert last.rfind(CURSOR["shown"]) > last.rfind(CURSOR["hidden"])
 
 
-def test_metrics_of_the_run_are_for_who_wants_them(tmp_path: Path) -> None:
+def test_metrics_of_the_run_are_for_who_wants_them(tmp_path):
     trainer = L.Trainer(
         accelerator="cpu", devices=2, strategy="recycle", max_steps=2, default_root_dir=tmp_path, log_every_n_steps=1,
         logger=L.pytorch.loggers.CSVLogger(tmp_path), enable_progress_bar=False,
@@ -137,7 +135,7 @@ class Settings(Regression):
         raise RuntimeError(f"{torch.get_float32_matmul_precision()} {level} {[str(each.message) for each in seen]}")
 
 
-def test_settings_of_the_launching_process_reach_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_the_launching_process_reach_the_workers(monkeypatch):
     logger, before = logging.getLogger("lightning.pytorch"), torch.get_float32_matmul_precision()
     monkeypatch.setattr(logger, "level", logging.ERROR)
     torch.set_float32_matmul_precision("high")
@@ -151,7 +149,7 @@ def test_settings_of_the_launching_process_reach_the_workers(monkeypatch: pytest
         torch.set_float32_matmul_precision(before)
 
 
-def test_a_second_run_does_not_threaten_to_delete_the_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_second_run_does_not_threaten_to_delete_the_log(tmp_path, capfd):
     logger = L.pytorch.loggers.CSVLogger(tmp_path)
     trainer = L.Trainer(
         accelerator="cpu", devices=2, strategy="recycle", max_steps=2, logger=logger, log_every_n_steps=1,
@@ -164,7 +162,7 @@ def test_a_second_run_does_not_threaten_to_delete_the_log(tmp_path: Path, capfd:
     assert "train_loss" in (Path(logger.log_dir) / "metrics.csv").read_text()
 
 
-def test_history_and_schedules_of_fit_stay_after_a_validation() -> None:
+def test_history_and_schedules_of_fit_stay_after_a_validation():
     trainer = L.Trainer(
         accelerator="cpu", devices=2, strategy="recycle", max_steps=1, logger=False, enable_checkpointing=False
     )

@@ -76,7 +76,7 @@ def names(folder: Path, hook: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("idiom", "stages"), sampled(itertools.product(IDIOMS, [1, 2]), 5))
-def test_one_process_prepares_data_and_it_is_the_one_that_writes(tmp_path: Path, idiom: str, stages: int) -> None:
+def test_one_process_prepares_data_and_it_is_the_one_that_writes(tmp_path, idiom, stages):
     run = grid_trainer(2, stages, [Fault("kill", 1, 0, step=2)], max_steps=4)
     run.fit(Net(), datamodule=Downloads(tmp_path, idiom))
     leader = stages - 1
@@ -86,7 +86,7 @@ def test_one_process_prepares_data_and_it_is_the_one_that_writes(tmp_path: Path,
         assert names(tmp_path, "setup") == [f"setup--{leader}-0"]
 
 
-def test_after_the_loss_of_the_leader_nothing_is_prepared_again_behind_a_guard(tmp_path: Path) -> None:
+def test_after_the_loss_of_the_leader_nothing_is_prepared_again_behind_a_guard(tmp_path):
     waits = AwaitReplacement(range(3, 12))
     run = grid_trainer(2, 2, [Fault("kill", 0, 1, step=1)], {"max_restarts": 5}, max_steps=12, callbacks=[waits])
     run.fit(Net(), datamodule=Downloads(tmp_path, "is_global_zero"))
@@ -113,7 +113,7 @@ if __name__ == '__main__':
 @pytest.mark.parametrize(
     ("idiom", "per_node", "numbered"), sampled(itertools.product(IDIOMS, [True, False], [True, False]), 3)
 )
-def test_two_machines_prepare_as_under_ddp(tmp_path: Path, idiom: str, per_node: bool, numbered: bool) -> None:
+def test_two_machines_prepare_as_under_ddp(tmp_path, idiom, per_node, numbered):
     """``numbered``: whether the workers are told their number on their machine; those started by hand may not be."""
     at = f"127.0.0.1:{free_port('127.0.0.1')}"
     environment = {**os.environ, "RECYCLE_KEY": "a secret of 16 bytes or more", "PYTHONPATH": os.pathsep.join(sys.path)}

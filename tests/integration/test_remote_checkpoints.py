@@ -1,7 +1,6 @@
 """Checkpoints on file systems that are not this machine's: written and read by fsspec, as one file."""
 
 import os
-from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -43,9 +42,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", ["file", *sampled(list(WAYS)[1:], 1, rest=pytest.mark.long)])
-def test_a_run_resumes_exactly_from_another_file_system(
-    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_resumes_exactly_from_another_file_system(way, tmp_path, monkeypatch):
     strategy = WAYS[way]
     monkeypatch.setenv("STORE", str(tmp_path / "store"))
     monkeypatch.chdir(tmp_path)
@@ -64,7 +61,7 @@ def test_a_run_resumes_exactly_from_another_file_system(
     assert os.listdir(tmp_path) == ["store"]  # nothing is written to a local folder of that name
 
 
-def test_a_folder_is_refused_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_refused_there(tmp_path, monkeypatch):
     monkeypatch.setenv("STORE", str(tmp_path / "store"))
     saving = ModelCheckpoint("store://bucket/run", every_n_train_steps=1)
     with pytest.raises(UnsupportedFeatureError, match=r"store://bucket/run.*\.ckpt is in none: mount it"):

@@ -68,34 +68,27 @@ def uninterrupted(name: str) -> dict[str, Tensor]:
     return run(MODELS[name]().double(), ONE_DEVICE, 2)
 
 
-@pytest.mark.parametrize(
-    ("name", "writer", "step", "reader"),
-    sampled(
-        [
-            ("plain", (2, 2), EPOCH, ONE_DEVICE),
-            ("plain", (2, 2), 6, (1, 3)),
-            ("scheduled", ONE_DEVICE, 2, (2, 2)),
-            ("scheduled", (2, 2), 6, (2, 2)),
-            ("grouped", (1, 2), 2, (2, 3)),
-            ("grouped", (2, 3), EPOCH, ONE_DEVICE),
-            ("grouped", ONE_DEVICE, EPOCH, (2, 2)),
-            ("tied", (2, 2), EPOCH, ONE_DEVICE),
-            ("tied", ONE_DEVICE, 6, (1, 3)),
-        ],
-        2,
-        rest=pytest.mark.long,
-    ),
-)
+@pytest.mark.parametrize(("name", "writer", "step", "reader"), sampled([
+    ("plain", (2, 2), EPOCH, ONE_DEVICE),
+    ("plain", (2, 2), 6, (1, 3)),
+    ("scheduled", ONE_DEVICE, 2, (2, 2)),
+    ("scheduled", (2, 2), 6, (2, 2)),
+    ("grouped", (1, 2), 2, (2, 3)),
+    ("grouped", (2, 3), EPOCH, ONE_DEVICE),
+    ("grouped", ONE_DEVICE, EPOCH, (2, 2)),
+    ("tied", (2, 2), EPOCH, ONE_DEVICE),
+    ("tied", ONE_DEVICE, 6, (1, 3)),
+], 2, rest=pytest.mark.long))  # fmt: skip
 def test_resuming_from_any_grids_checkpoint_on_any_other_equals_the_uninterrupted_run(
-    name: str, writer: tuple[int, int], step: int, reader: tuple[int, int], tmp_path: Path
-) -> None:
+    name, writer, step, reader, tmp_path
+):
     run(MODELS[name]().double(), writer, 2, tmp_path)
     resumed = run(MODELS[name]().double(), reader, 2, ckpt_path=tmp_path / f"step={step}.ckpt")
     assert difference(resumed, uninterrupted(name)) < 1e-10
 
 
 @pytest.mark.long
-def test_a_run_whose_leader_died_leaves_checkpoints_that_another_grid_resumes_from(tmp_path: Path) -> None:
+def test_a_run_whose_leader_died_leaves_checkpoints_that_another_grid_resumes_from(tmp_path):
     faults = (Fault("kill", 0, 1, 1), Fault("kill", 1, 0, 5))
     run(Regression().double(), (2, 2), 2, tmp_path, faults=faults)
     resumed = run(Regression().double(), (1, 2), 2, ckpt_path=tmp_path / "step=6.ckpt")
@@ -103,13 +96,13 @@ def test_a_run_whose_leader_died_leaves_checkpoints_that_another_grid_resumes_fr
 
 
 @pytest.mark.long
-def test_dropout_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_dropout_goes_on_where_it_was(tmp_path):
     model = functools.partial(Regression, 0.5)
     expected = run(model().double(), (2, 2), 2, tmp_path)
     assert difference(run(model().double(), (1, 2), 2, ckpt_path=tmp_path / "step=6.ckpt"), expected) < 1e-10
 
 
-def test_checkpoints_are_read_without_pickle_and_by_load_from_checkpoint(tmp_path: Path) -> None:
+def test_checkpoints_are_read_without_pickle_and_by_load_from_checkpoint(tmp_path):
     trained = run(Regression().double(), (2, 2), 1, tmp_path)
     path = tmp_path / f"step={EPOCH}.ckpt"
     saved = torch.load(path, weights_only=True)
@@ -132,7 +125,7 @@ def sharded(
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["scheduled", "tied"])
-def test_a_sharded_checkpoint_resumes_on_another_grid_and_consolidated_on_one_device(name: str, tmp_path: Path) -> None:
+def test_a_sharded_checkpoint_resumes_on_another_grid_and_consolidated_on_one_device(name, tmp_path):
     sharded(tmp_path, MODELS[name]().double())
     folder = tmp_path / f"step={EPOCH}.ckpt"
     files = sorted(path.name for path in folder.iterdir())
@@ -144,24 +137,19 @@ def test_a_sharded_checkpoint_resumes_on_another_grid_and_consolidated_on_one_de
     assert difference(resumed, uninterrupted(name)) < 1e-10
 
 
-@pytest.mark.parametrize(
-    "faults",
-    [
-        (Fault("kill", 0, 1, at="checkpoint", step=4),),
-        pytest.param(
-            (Fault("kill", 0, 0, 3, at="optimizer", when="after"), Fault("kill", 1, 1, 5)), marks=pytest.mark.long
-        ),
-    ],
-    ids=["the leader while it writes", "others"],
-)
-def test_a_sharded_checkpoint_is_complete_though_its_writers_die(faults: tuple[Fault, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize("faults", [
+    (Fault("kill", 0, 1, at="checkpoint", step=4),),
+    pytest.param((Fault("kill", 0, 0, 3, at="optimizer", when="after"), Fault("kill", 1, 1, 5)),
+        marks=pytest.mark.long),
+], ids=["the leader while it writes", "others"])  # fmt: skip
+def test_a_sharded_checkpoint_is_complete_though_its_writers_die(faults, tmp_path):
     sharded(tmp_path, Regression().double(), faults)
     assert sorted(p.name for p in tmp_path.iterdir()) == [f"step={step}.ckpt" for step in (2, 4, 6, 8)]
     resumed = run(Regression().double(), (2, 2), 2, ckpt_path=tmp_path / "step=4.ckpt")
     assert difference(resumed, uninterrupted("plain")) < 1e-10
 
 
-def test_a_checkpoint_of_another_model_is_refused_with_the_difference(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_is_refused_with_the_difference(tmp_path):
     run(Regression().double(), (1, 2), 1, tmp_path)
     with pytest.raises(RuntimeError, match=r"(?s)layers\.0\.weight|Missing key"):
         run(AutoEncoder().double(), (2, 2), 2, ckpt_path=tmp_path / "step=2.ckpt")

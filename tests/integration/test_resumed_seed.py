@@ -107,7 +107,7 @@ Run = tuple[Path, dict[str, Tensor], list[list[int]]]
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
+def written(tmp_path_factory) -> Callable[[str], Run]:
     """What a run with a loader leaves behind: its checkpoints, its weights, and the samples of each step."""
 
     @functools.cache
@@ -118,26 +118,12 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
     return run
 
 
-@pytest.mark.parametrize(
-    ("loader", "grid"),
-    [
-        pytest.param("shuffled", (1, 2)),
-        *sampled(
-            [
-                ("shuffled", (2, 2)),
-                ("with replacement", (1, 2)),
-                ("a sampler that counts", (1, 2)),
-                ("a stream", (1, 2)),
-            ],
-            1,
-            seed=1,
-            rest=pytest.mark.long,
-        ),
-    ],
-)
-def test_a_run_resumes_with_another_seed_exactly(
-    written: Any, loader: str, grid: tuple[int, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize(("loader", "grid"), [
+    pytest.param("shuffled", (1, 2)),
+    *sampled([("shuffled", (2, 2)), ("with replacement", (1, 2)), ("a sampler that counts", (1, 2)),
+              ("a stream", (1, 2))], 1, seed=1, rest=pytest.mark.long),
+])  # fmt: skip
+def test_a_run_resumes_with_another_seed_exactly(written, loader, grid, tmp_path, caplog):
     folder, weights, samples = written(loader)
     caplog.clear()
     resumed, rest, _ = train(tmp_path, loader, READER, grid, ckpt_path=folder / f"step={SAVED}.ckpt")
@@ -153,9 +139,7 @@ def test_a_run_resumes_with_another_seed_exactly(
 
 
 @pytest.mark.parametrize(("step", "warns"), [(SAVED, True), (EPOCH, False)], ids=["in an epoch", "at its end"])
-def test_a_run_that_resumes_in_an_epoch_with_batches_of_another_size_is_warned(
-    written: Any, step: int, warns: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_that_resumes_in_an_epoch_with_batches_of_another_size_is_warned(written, step, warns, tmp_path, caplog):
     folder, *_ = written("shuffled")
     caplog.clear()
     train(tmp_path, "shuffled", READER, (1, 2), size=2 * GLOBAL_BATCH, ckpt_path=folder / f"step={step}.ckpt")
@@ -164,7 +148,7 @@ def test_a_run_that_resumes_in_an_epoch_with_batches_of_another_size_is_warned(
     assert all(f"of {GLOBAL_BATCH} samples" in line and f"have {2 * GLOBAL_BATCH}" in line for line in told)
 
 
-def test_a_resumed_run_that_loses_a_stage_begins_again_with_the_same_seed(written: Any, tmp_path: Path) -> None:
+def test_a_resumed_run_that_loses_a_stage_begins_again_with_the_same_seed(written, tmp_path):
     folder, weights, samples = written("shuffled")
     faults = Fault("kill", 0, 1, 7), Fault("kill", 1, 1, 7)
     resumed, rest, run = train(

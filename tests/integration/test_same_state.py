@@ -1,7 +1,5 @@
 """Who joins a running training holds what its peers hold, and decides what they decide."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,12 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import (
-    EarlyStopping,
-    LearningRateMonitor,
-    ModelCheckpoint,
-    Timer,
-)
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, Timer
 from lightning.pytorch.loggers import CSVLogger
 from state_graph import describe, differences
 from support.growth import AwaitReplacement, happened, rejoined
@@ -66,21 +59,13 @@ class EpochDiary(L.Callback):
 
 
 @pytest.mark.long
-def test_a_replacement_in_an_epoch_logs_it_whole_and_steps_with_the_learning_rate_of_its_peers(tmp_path: Path) -> None:
+def test_a_replacement_in_an_epoch_logs_it_whole_and_steps_with_the_learning_rate_of_its_peers(tmp_path):
     def train(name: str, faults: Sequence[Fault]) -> tuple[L.Trainer, dict[str, Tensor], dict[int, Any]]:
         (tmp_path / name).mkdir()
         model = Plateau().double()
-        run = fit(
-            model,
-            3,
-            2,
-            faults,
-            data=DATA,
-            max_epochs=6,
-            max_steps=-1,
-            strategy={"max_restarts": 10},
-            callbacks=[AwaitReplacement([7]), EpochDiary(tmp_path / name)],
-        )
+        strategy = {"max_restarts": 10}
+        callbacks = [AwaitReplacement([7]), EpochDiary(tmp_path / name)]
+        run = fit(model, 3, 2, faults, data=DATA, max_epochs=6, max_steps=-1, strategy=strategy, callbacks=callbacks)
         return run, model.state_dict(), {rank: torch.load(tmp_path / name / f"{rank}.pt") for rank in range(6)}
 
     _, weights, diaries = train("undisturbed", [])
@@ -176,23 +161,18 @@ class GraphDiary(L.Callback):
         self._describe(trainer, "epoch")
 
     def _describe(self, trainer: L.Trainer, point: str) -> None:
-        strategy: Any = trainer.strategy
-        name = f"{trainer.strategy.grid_rank}-{strategy.incarnation}-{trainer.global_step:02}-{point}"
+        name = f"{trainer.strategy.grid_rank}-{trainer.strategy.incarnation}-{trainer.global_step:02}-{point}"
         (self._directory / name).write_text(json.dumps(describe(trainer, ALLOWED)))
 
 
 @pytest.mark.long
-def test_who_joins_holds_what_its_peers_hold(tmp_path: Path) -> None:
+def test_who_joins_holds_what_its_peers_hold(tmp_path):
     (tmp_path / "states").mkdir()
     callbacks = [
-        AwaitReplacement([7]),
-        EarlyStopping("error", patience=10),
-        ModelCheckpoint(monitor="error", save_top_k=2, save_last=True, every_n_train_steps=3),
-        LearningRateMonitor(),
-        Timer(),
-        Counting(),
-        GraphDiary(tmp_path / "states"),
-    ]
+        AwaitReplacement([7]), EarlyStopping("error", patience=10),
+        ModelCheckpoint(monitor="error", save_top_k=2, save_last=True, every_n_train_steps=3), LearningRateMonitor(),
+        Timer(), Counting(), GraphDiary(tmp_path / "states"),
+    ]  # fmt: skip
     run = fit(
         Rich().double(),
         2,
@@ -229,7 +209,7 @@ class ChangesItsRate(L.Callback):
             trainer.optimizers[0].param_groups[0]["lr"] = 0.0625
 
 
-def test_a_worker_with_another_learning_rate_than_its_peers_ends_the_run() -> None:
+def test_a_worker_with_another_learning_rate_than_its_peers_ends_the_run():
     with pytest.raises(ReCycleError, match=r"After step 3 .*lr is 0\.(2|0625) on worker .*0\.(2|0625)"):
         fit(Plateau().double(), 2, 2, data=DATA, callbacks=[ChangesItsRate()], max_steps=10)
 
@@ -241,9 +221,8 @@ class WrongReplacement(L.Callback):
         self._wrong = wrong
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        strategy: Any = trainer.strategy
-        if 0 < strategy.incarnation <= self._wrong:
-            strategy.optimizers[0].param_groups[0]["lr"] = 0.5
+        if 0 < trainer.strategy.incarnation <= self._wrong:
+            trainer.strategy.optimizers[0].param_groups[0]["lr"] = 0.5
 
 
 def grow(pipelines: int, stages: int, wrong: int) -> L.Trainer:
@@ -254,9 +233,7 @@ def grow(pipelines: int, stages: int, wrong: int) -> L.Trainer:
 
 
 @pytest.mark.parametrize(("pipelines", "stages"), sampled([(3, 1), (3, 2), (2, 1), (2, 2)], 2, rest=pytest.mark.long))
-def test_a_replacement_with_another_learning_rate_is_dismissed_and_the_weights_are_exact(
-    pipelines: int, stages: int
-) -> None:
+def test_a_replacement_with_another_learning_rate_is_dismissed_and_the_weights_are_exact(pipelines, stages):
     run = grow(pipelines, stages, wrong=1)
     (found,) = happened(run, "dismissed")
     assert found.worker == (1, 0)
@@ -267,7 +244,7 @@ def test_a_replacement_with_another_learning_rate_is_dismissed_and_the_weights_a
 
 
 @pytest.mark.long
-def test_after_two_such_dismissals_the_position_stays_empty() -> None:
+def test_after_two_such_dismissals_the_position_stays_empty():
     run = grow(3, 1, wrong=100)
     assert not happened(run, "corruption")  # its device is well
     assert [found.details["stays_empty"] for found in happened(run, "dismissed")] == [False, True]

@@ -42,10 +42,9 @@ class Dies(L.Callback):
         self._point, self._left, self._then_leader = point, number, then_leader
 
     def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
-        strategy: Any = trainer.strategy
-        if strategy.incarnation:
+        if trainer.strategy.incarnation:
             return
-        client = strategy.session.client
+        client = trainer.strategy.session.client
         if trainer.is_global_zero and self._point in ("whole", "announced"):
             client.await_naming = self._around(client.await_naming, lambda *_: True)
         elif trainer.is_global_zero:
@@ -89,7 +88,7 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def known(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[int, int]], dict[int, dict[str, torch.Tensor]]]:
+def known(tmp_path_factory) -> Callable[[tuple[int, int]], dict[int, dict[str, torch.Tensor]]]:
     """The weights of each step, in the undisturbed run of a grid."""
     found: dict[tuple[int, int], dict[int, dict[str, torch.Tensor]]] = {}
 
@@ -105,8 +104,8 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[int, int]
 
 @pytest.mark.parametrize(("grid", "sharded", "point", "number", "seed"), sampled(CASES, 4, seed=5))
 def test_files_are_those_that_callbacks_remember_whenever_a_writer_dies(
-    grid: tuple[int, int], sharded: bool, point: str, number: int, seed: int, known: Any, tmp_path: Path
-) -> None:
+    grid, sharded, point, number, seed, known, tmp_path
+):
     draws = random.Random(f"{grid} {sharded} {point} {number} {seed}")
     dies = Dies(point, number, then_leader=draws.random() < 0.4)
     restarts = {"max_restarts": draws.choice([0, 2])}

@@ -19,6 +19,7 @@ from typing import Any
 import lightning as L
 import pytest
 from support.models import GLOBAL_BATCH, Regression, dataset
+from support.scripts import completed
 from support.training import difference, failures, fit, plain_loop
 from support.waiting import PATIENCE, wait_for
 
@@ -68,7 +69,7 @@ def trained_while(look: Callable[[], None], tmp_path: Path, **strategy: Any) -> 
 def status_of(*arguments: str) -> dict[str, Any]:
     """What ``recycle-status --json`` prints; nothing if there is no such run."""
     command = [sys.executable, "-m", "lightning_recycle.control.monitoring.status_command", "--json", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    done = completed(command)
     return dict(json.loads(done.stdout)) if done.returncode == 0 else {}
 
 
@@ -96,7 +97,7 @@ def kill_from_outside(folder: Path) -> dict[str, Any]:
     return dict(after)
 
 
-def test_a_worker_that_is_killed_is_seen_and_the_result_is_that_of_an_undisturbed_run(tmp_path: Path) -> None:
+def test_a_worker_that_is_killed_is_seen_and_the_result_is_that_of_an_undisturbed_run(tmp_path):
     seen: dict[str, Any] = {}
     model, run = trained_while(lambda: seen.update(kill_from_outside(tmp_path)), tmp_path)
     assert failures(run) == [(1, 0)]
@@ -140,7 +141,7 @@ class Cells(HTMLParser):
 
 
 @pytest.mark.long
-def test_the_page_shows_the_run_in_a_real_browser(tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_shows_the_run_in_a_real_browser(tmp_path, port, monkeypatch):
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("needs chromium")
@@ -150,7 +151,7 @@ def test_the_page_shows_the_run_in_a_real_browser(tmp_path: Path, port: int, mon
         kill_from_outside(tmp_path)
         command = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
         command += ["--virtual-time-budget=8000", "--dump-dom", f"http://127.0.0.1:{port}/"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True)
+        done = completed(command, check=True)
         page.feed(done.stdout)
 
     monkeypatch.setenv("RECYCLE_HTTP", str(port))
@@ -167,7 +168,7 @@ def test_the_page_shows_the_run_in_a_real_browser(tmp_path: Path, port: int, mon
     assert any(address.startswith("schedule.svg?plan=") for address in page.requested)
 
 
-def test_a_wrong_address_is_an_error_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_address_is_an_error_before_anything_starts(monkeypatch):
     with pytest.raises(ConfigurationError, match=r"MonitoringOptions\(status\)='nowhere'"):
         fit(Regression().double(), 2, 2, strategy={"status": "nowhere"})
     monkeypatch.setenv("RECYCLE_HTTP", "nowhere")
@@ -178,7 +179,7 @@ def test_a_wrong_address_is_an_error_before_anything_starts(monkeypatch: pytest.
         fit(Regression().double(), 2, 2)
 
 
-def test_a_run_that_is_not_to_be_seen_is_not_found(tmp_path: Path) -> None:
+def test_a_run_that_is_not_to_be_seen_is_not_found(tmp_path):
     seen: list[Any] = []
 
     def look() -> None:
@@ -203,11 +204,11 @@ def disturbed() -> None:
 
 
 @pytest.mark.long
-def test_every_line_of_a_run_is_json_if_that_is_wanted(tmp_path: Path) -> None:
+def test_every_line_of_a_run_is_json_if_that_is_wanted(tmp_path):
     environment = {**os.environ, "RECYCLE_LOG": "json", "PYTHONPATH": os.pathsep.join(map(str, sys.path))}
     script = "if __name__ == '__main__':\n    from test_seen_runs import disturbed\n    disturbed()"
     command = [sys.executable, "-c", script]
-    done = subprocess.run(command, cwd=Path(__file__).parent, env=environment, capture_output=True, text=True)
+    done = completed(command, cwd=Path(__file__).parent, env=environment)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (done.stdout + done.stderr).splitlines()]
     (failure,) = [line["event"] for line in lines if line["message"] == "failure"]
@@ -247,9 +248,7 @@ def dashboards() -> set[str]:
 
 
 @pytest.mark.long
-def test_the_dashboard_and_the_alerts_ask_for_metrics_that_prometheus_has_scraped(
-    tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_dashboard_and_the_alerts_ask_for_metrics_that_prometheus_has_scraped(tmp_path, port, monkeypatch):
     pytest.importorskip("prometheus_client", reason="the extra 'metrics' is not installed")
     prometheus, promtool = shutil.which("prometheus"), shutil.which("promtool")
     scraped: set[str] = set()

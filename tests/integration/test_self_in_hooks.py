@@ -1,7 +1,5 @@
 """``self(x)`` in hooks evaluates the whole pipeline, on every worker, whoever dies meanwhile."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +48,7 @@ def fit_alone(model: PipelineModule, callbacks: list[Callback]) -> None:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def alone(tmp_path_factory) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """What hooks get on one device, and the weights."""
     folder, model = tmp_path_factory.mktemp("alone"), Regression().double()
     fit_alone(model, [Asks(folder, answer)])
@@ -60,7 +58,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Tensor], 
 
 
 @pytest.mark.parametrize("stages", sampled([2, 3], 1, rest=pytest.mark.long))
-def test_every_hook_on_every_worker_gets_what_one_device_gives(tmp_path: Path, alone: Any, stages: int) -> None:
+def test_every_hook_on_every_worker_gets_what_one_device_gives(tmp_path, alone, stages):
     expected, weights = alone
     model = Regression().double()
     fit(model, 4 // stages, stages, [Asks(tmp_path, answer_and_draw)], loader={"num_workers": stages - 2})
@@ -83,9 +81,7 @@ KILLS = [
 
 
 @pytest.mark.parametrize(("victim", "hook", "step", "calls"), sampled(KILLS, 1))
-def test_a_worker_that_dies_in_an_evaluation_changes_no_answer(
-    tmp_path: Path, alone: Any, victim: int, hook: str, step: int, calls: int | None
-) -> None:
+def test_a_worker_that_dies_in_an_evaluation_changes_no_answer(tmp_path, alone, victim, hook, step, calls):
     hooks = {*LATE, hook}
     run = fit(Regression().double(), 2, 2, [Dies(victim, hook, step, calls), Asks(tmp_path, answer, hooks)])
     assert failures(run) == [(victim // 2, victim % 2)]
@@ -108,7 +104,7 @@ class Alone(Callback):
 @pytest.mark.parametrize(
     "hook", sampled(["on_train_batch_end", "on_validation_batch_end", "on_train_end"], 1, rest=pytest.mark.long)
 )
-def test_an_evaluation_that_only_one_worker_wants_is_an_error_that_names_the_remedy(hook: str) -> None:
+def test_an_evaluation_that_only_one_worker_wants_is_an_error_that_names_the_remedy(hook):
     with pytest.raises(ReCycleError, match=r"self\(x\).*must be called on all.*is_global_zero"):
         fit(Regression().double(), 2, 2, [Alone(hook)])
 
@@ -159,7 +155,7 @@ class Samples(Callback):
             hook.remove()
 
 
-def test_sampling_gives_the_same_text_on_every_worker_also_on_a_replacement(tmp_path: Path) -> None:
+def test_sampling_gives_the_same_text_on_every_worker_also_on_a_replacement(tmp_path):
     """Greedy text is that of one device; drawn text depends on the global generator, which hooks share."""
     (tmp_path / "one").mkdir()
     fit_alone(Speaker().double(), [Samples(tmp_path / "one")])
@@ -199,7 +195,7 @@ class Drawing(Regression):
 
 
 @pytest.mark.long
-def test_a_callback_that_shows_images_is_as_on_one_device(tmp_path: Path) -> None:
+def test_a_callback_that_shows_images_is_as_on_one_device(tmp_path):
     (tmp_path / "one").mkdir()
     log = TensorBoardLogger(tmp_path / "logs")
     run = on_one_device(max_epochs=1, limit_train_batches=2, callbacks=[ShowsImages(tmp_path / "one")], logger=log)
@@ -223,7 +219,7 @@ class Draws(Callback):
         write(self.folder, trainer, "both", both=torch.cat([module(x), module(x)], 1))
 
 
-def test_dropout_draws_anew_in_each_call_and_the_same_whoever_dies(tmp_path: Path) -> None:
+def test_dropout_draws_anew_in_each_call_and_the_same_whoever_dies(tmp_path):
     runs = []
     for name, deaths in (("calm", []), ("kill", [Dies(0, "on_train_batch_end", 2, calls=0)])):
         (tmp_path / name).mkdir()
@@ -266,22 +262,14 @@ class CallsLayers(Regression):
             x = layer(x)
 
 
-@pytest.mark.parametrize(
-    ("model", "callbacks", "message"),
-    sampled(
-        [
-            (Regression, [ByRank()], r"self\(x\), with inputs that differ between the workers"),
-            (InLoss, [], r"self\(x\), by code that sees one micro-batch"),
-            (InOutput, [], r"self\(x\), by code that sees one micro-batch"),
-            (InOptimizers, [], r"self\(x\), when this worker had one stage .* as in configure_optimizers\(\)"),
-            (CallsLayers, [], r"a layer of another stage.*self\(x\)"),
-        ],
-        1,
-    ),
-)
-def test_what_cannot_be_evaluated_is_an_error_that_names_the_remedy(
-    model: type[PipelineModule], callbacks: list[Callback], message: str
-) -> None:
+@pytest.mark.parametrize(("model", "callbacks", "message"), sampled([
+    (Regression, [ByRank()], r"self\(x\), with inputs that differ between the workers"),
+    (InLoss, [], r"self\(x\), by code that sees one micro-batch"),
+    (InOutput, [], r"self\(x\), by code that sees one micro-batch"),
+    (InOptimizers, [], r"self\(x\), when this worker had one stage .* as in configure_optimizers\(\)"),
+    (CallsLayers, [], r"a layer of another stage.*self\(x\)"),
+], 1))  # fmt: skip
+def test_what_cannot_be_evaluated_is_an_error_that_names_the_remedy(model, callbacks, message):
     with pytest.raises(ConfigurationError, match=message):
         fit(model().double(), 1, 2, callbacks)
 
@@ -299,7 +287,7 @@ class AsksEarly(Callback):
 
 
 @pytest.mark.parametrize("evaluates", sampled([False, True], 1, rest=pytest.mark.long))
-def test_a_hook_that_a_replacement_runs_alone_does_not_confuse_the_others(evaluates: bool) -> None:
+def test_a_hook_that_a_replacement_runs_alone_does_not_confuse_the_others(evaluates):
     model = Regression().double()
     fit_alone(expected := Regression().double(), [])
     waits = AwaitReplacement([6] if not evaluates else [])

@@ -1,7 +1,5 @@
 """``self(x)`` in hooks of an ordinary module in several stages: all get what one device gives, whoever dies."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +93,7 @@ def train(run: L.Trainer, model: L.LightningModule, pipelines: int = 1) -> dict[
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Tensor], dict[str, float], dict[str, Tensor]]:
+def alone(tmp_path_factory) -> tuple[dict[str, Tensor], dict[str, float], dict[str, Tensor]]:
     folder, model = tmp_path_factory.mktemp("alone"), Speaker().double()
     metrics = train(on_one_device(max_epochs=2, callbacks=[Asks(folder, ask, (*EARLY, *LATE))]), model)
     (found,) = answers(folder).values()
@@ -103,9 +101,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Tensor], 
 
 
 @pytest.mark.parametrize("grid", [(2, 2), (1, 4)], ids=str)
-def test_every_worker_gets_in_every_hook_what_one_device_gives(
-    tmp_path: Path, alone: Any, grid: tuple[int, int]
-) -> None:
+def test_every_worker_gets_in_every_hook_what_one_device_gives(tmp_path, alone, grid):
     expected, metrics, weights = alone
     model = Speaker().double()
     assert train(on_grid(*grid, [Asks(tmp_path, ask, (*EARLY, *LATE))]), model, grid[0]) == pytest.approx(metrics)
@@ -120,9 +116,7 @@ KILLS = [(grid, victim, calls) for grid in ((2, 2), (2, 3)) for victim in range(
 
 
 @pytest.mark.parametrize(("grid", "victim", "calls"), sampled(KILLS, 1))
-def test_a_worker_that_dies_in_an_evaluation_changes_no_answer(
-    tmp_path: Path, alone: Any, grid: tuple[int, int], victim: int, calls: int
-) -> None:
+def test_a_worker_that_dies_in_an_evaluation_changes_no_answer(tmp_path, alone, grid, victim, calls):
     expected, metrics, weights = alone
     model = Speaker().double()
     dies = Dies(victim, "on_train_batch_end", 2 * EPOCH - 1, calls, "blocks")
@@ -135,7 +129,7 @@ def test_a_worker_that_dies_in_an_evaluation_changes_no_answer(
     assert difference(model.state_dict(), {k: v for k, v in weights.items() if k != "text"}) < 1e-10
 
 
-def test_a_replacement_takes_part(tmp_path: Path, alone: Any) -> None:
+def test_a_replacement_takes_part(tmp_path, alone):
     expected, metrics, _ = alone
     dies = Dies(0, "on_train_batch_end", 1, 0, "blocks")
     run = on_grid(2, 2, [dies, AwaitReplacement([EPOCH + 1]), Asks(tmp_path, ask, LATE)], {"max_restarts": 10})
@@ -162,7 +156,7 @@ class HuggingFace(L.LightningModule):
         return self.drop(self.model(input_ids=tokens, use_cache=False).logits)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.model(input_ids=batch[0], labels=batch[0]).loss  # type: ignore[no-any-return]
+        return self.model(input_ids=batch[0], labels=batch[0]).loss
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -185,7 +179,7 @@ class Generates(Callback):
         write(self.folder, trainer, "generated", greedy=greedy, sampled=sample, logits=output.logits, drawn=drawn)
 
 
-def test_a_model_of_transformers_generates_as_on_one_device(tmp_path: Path) -> None:
+def test_a_model_of_transformers_generates_as_on_one_device(tmp_path):
     """Also where a worker holds a middle stage. What is drawn is the same on all workers, and anew in each call."""
     (tmp_path / "one").mkdir()
     on_one_device(max_steps=2, callbacks=[Generates(tmp_path / "one")]).fit(
@@ -222,19 +216,13 @@ class Does(Callback):
             module(tokens)
 
 
-@pytest.mark.parametrize(
-    ("what", "message"),
-    sampled(
-        [
-            ("layers", r"outside of a training or evaluation step.*Call the whole model, self\(x\)"),
-            ("cache", r"a cache of keys and values.*use_cache=False"),
-            ("rank", r"inputs that differ between the workers"),
-            ("leader", r"self\(x\).*must be called on all.*is_global_zero"),
-        ],
-        2,
-    ),
-)
-def test_what_cannot_be_evaluated_is_an_error_that_names_the_remedy(what: str, message: str) -> None:
+@pytest.mark.parametrize(("what", "message"), sampled([
+    ("layers", r"outside of a training or evaluation step.*Call the whole model, self\(x\)"),
+    ("cache", r"a cache of keys and values.*use_cache=False"),
+    ("rank", r"inputs that differ between the workers"),
+    ("leader", r"self\(x\).*must be called on all.*is_global_zero"),
+], 2))  # fmt: skip
+def test_what_cannot_be_evaluated_is_an_error_that_names_the_remedy(what, message):
     run = on_grid(1, 2, [Does(what)], {"num_microbatches": 1}, max_steps=1)
     with pytest.raises((ReCycleError, RuntimeError), match=message):
         run.fit(HuggingFace(), DataLoader(sentences(), BATCH))

@@ -9,24 +9,9 @@ from typing import Any
 
 import lightning as L
 import pytest
+import sharded
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging
-from sharded import (
-    BATCH,
-    BOTH,
-    FSDP,
-    TENSOR,
-    Kill,
-    KillTwo,
-    Ordinary,
-    Piped,
-    Waits,
-    dataset,
-    exact_fit,
-    fit,
-    make_parallel,
-    name,
-)
 from support.options import recycle_strategy
 from support.training import QUIET
 from torch import Tensor
@@ -43,14 +28,14 @@ STAGES, FSDP_STAGES = (2, 2, 2), (2, 2, 2, 1)
 PLACES = [(2, 1, 4), (7, 2, 3), (0, 0, 3)]
 
 
-class EachLayer(Ordinary):
+class EachLayer(sharded.Ordinary):
     """Its layers are sharded, and not what is around them."""
 
     def configure_model(self) -> None:
-        make_parallel(self.model, self.device_mesh)
+        sharded.make_parallel(self.model, self.device_mesh)
 
 
-class SequenceParallelBlocks(Ordinary):
+class SequenceParallelBlocks(sharded.Ordinary):
     """The samples of a micro-batch are divided like positions of a sequence; the loss is a DTensor."""
 
     def configure_model(self) -> None:
@@ -71,58 +56,66 @@ class SequenceParallelBlocks(Ordinary):
 
 
 ALWAYS = [
-    (Ordinary, TENSOR, [], {}),
-    (Ordinary, TENSOR, [Kill(1, 1, 2)], {}),
-    (Ordinary, FSDP, [], {}),
-    (Ordinary, FSDP, [Kill(1, 1, 2)], {}),
-    (Ordinary, (1, 1, 4), [], {}),
-    (Piped, (1, 2, 2, 1), [], {}),  # two forwards of a root of FSDP2, which stays gathered, before a backward
+    (sharded.Ordinary, sharded.TENSOR, [], {}),
+    (sharded.Ordinary, sharded.TENSOR, [sharded.Kill(1, 1, 2)], {}),
+    (sharded.Ordinary, sharded.FSDP, [], {}),
+    (sharded.Ordinary, sharded.FSDP, [sharded.Kill(1, 1, 2)], {}),
+    (sharded.Ordinary, (1, 1, 4), [], {}),
+    (sharded.Piped, (1, 2, 2, 1), [], {}),  # two forwards of a root of FSDP2, which stays gathered, before a backward
 ]
 LONG: list[Any] = [
-    (Ordinary, TENSOR, [Kill(2, 1, 0)], {}),
-    (Ordinary, FSDP, [Kill(2, 1, 0)], {}),
-    (Ordinary, BOTH, [Kill(3, 1, 3)], {}),
-    (Ordinary, (2, 1, 4), [Kill(6, 1, 2)], {}),
-    (Ordinary, (3, 1, 2), [Kill(3, 2, 1)], {}),
-    (Piped, (1, 2, 2), [], {}),
-    (Piped, (1, 2, 2, 2), [], {}),
+    (sharded.Ordinary, sharded.TENSOR, [sharded.Kill(2, 1, 0)], {}),
+    (sharded.Ordinary, sharded.FSDP, [sharded.Kill(2, 1, 0)], {}),
+    (sharded.Ordinary, sharded.BOTH, [sharded.Kill(3, 1, 3)], {}),
+    (sharded.Ordinary, (2, 1, 4), [sharded.Kill(6, 1, 2)], {}),
+    (sharded.Ordinary, (3, 1, 2), [sharded.Kill(3, 2, 1)], {}),
+    (sharded.Piped, (1, 2, 2), [], {}),
+    (sharded.Piped, (1, 2, 2, 2), [], {}),
     *(
-        (Piped, grid, [Kill(*place)], {})
+        (sharded.Piped, grid, [sharded.Kill(*place)], {})
         for grid in (STAGES, FSDP_STAGES)
         for place in ((2, 1, 4), (7, 2, 3), (0, 0, 3))
     ),
-    (Piped, STAGES, [Kill(1, 1, 3)], {"strategy": {"split_backward": True}}),
-    (Piped, FSDP_STAGES, [Kill(1, 1, 3)], {"strategy": {"split_backward": True}}),
-    (Ordinary, STAGES, [Kill(1, 1, 2)], {"strategy": {"layers": "model"}}),
-    (EachLayer, FSDP_STAGES, [Kill(1, 1, 2)], {"strategy": {"layers": "model"}}),
-    (Ordinary, TENSOR, [Kill(1, 2, 2)], {"accumulate_grad_batches": 2}),
-    (Ordinary, FSDP, [Kill(1, 2, 2)], {"accumulate_grad_batches": 2}),
-    *((Ordinary, grid, [Kill(3, 2, 1)], {"gradient_clip_val": 0.1}) for grid in (TENSOR, FSDP, BOTH)),
-    (Ordinary, TENSOR, [Kill(3, 2, 1)], {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}),
-    (Piped, STAGES, [Kill(0, 1, 5)], {"gradient_clip_val": 0.45}),  # speculative steps
-    (SequenceParallelBlocks, TENSOR, [Kill(2, 1, 2)], {}),
+    (sharded.Piped, STAGES, [sharded.Kill(1, 1, 3)], {"strategy": {"split_backward": True}}),
+    (sharded.Piped, FSDP_STAGES, [sharded.Kill(1, 1, 3)], {"strategy": {"split_backward": True}}),
+    (sharded.Ordinary, STAGES, [sharded.Kill(1, 1, 2)], {"strategy": {"layers": "model"}}),
+    (EachLayer, FSDP_STAGES, [sharded.Kill(1, 1, 2)], {"strategy": {"layers": "model"}}),
+    (sharded.Ordinary, sharded.TENSOR, [sharded.Kill(1, 2, 2)], {"accumulate_grad_batches": 2}),
+    (sharded.Ordinary, sharded.FSDP, [sharded.Kill(1, 2, 2)], {"accumulate_grad_batches": 2}),
+    *(
+        (sharded.Ordinary, grid, [sharded.Kill(3, 2, 1)], {"gradient_clip_val": 0.1})
+        for grid in (sharded.TENSOR, sharded.FSDP, sharded.BOTH)
+    ),
+    (
+        sharded.Ordinary,
+        sharded.TENSOR,
+        [sharded.Kill(3, 2, 1)],
+        {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"},
+    ),
+    (sharded.Piped, STAGES, [sharded.Kill(0, 1, 5)], {"gradient_clip_val": 0.45}),  # speculative steps
+    (SequenceParallelBlocks, sharded.TENSOR, [sharded.Kill(2, 1, 2)], {}),
 ]
 
 
 @pytest.mark.parametrize(
     ("module", "grid", "kills", "options"),
     [*ALWAYS, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)],
-    ids=name,
+    ids=sharded.name,
 )
-def test_weights_equal_those_of_a_plain_loop_whichever_member_is_killed(
-    module: type[L.LightningModule], grid: tuple[int, ...], kills: list[Kill], options: dict[str, Any]
-) -> None:
-    exact_fit(module(), grid, *kills, **options)
+def test_weights_equal_those_of_a_plain_loop_whichever_member_is_killed(module, grid, kills, options):
+    sharded.exact_fit(module(), grid, *kills, **options)
 
 
-@pytest.mark.parametrize("grid", [TENSOR, pytest.param(FSDP, marks=pytest.mark.long)], ids=str)
-def test_a_replacement_gets_the_shards_of_its_column(grid: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("grid", [sharded.TENSOR, pytest.param(sharded.FSDP, marks=pytest.mark.long)], ids=str)
+def test_a_replacement_gets_the_shards_of_its_column(grid):
     """Later the position from which it has its state is lost."""
     limits = {"max_steps": 20, "max_epochs": 9, "strategy": {"max_restarts": 4}}
-    exact_fit(Ordinary(), grid, Kill(1, 1, 2), Kill(2, 18, 1), Waits(2), **limits)
+    sharded.exact_fit(
+        sharded.Ordinary(), grid, sharded.Kill(1, 1, 2), sharded.Kill(2, 18, 1), sharded.Waits(2), **limits
+    )
 
 
-class Hang(Kill):
+class Hang(sharded.Kill):
     """The main thread never goes on; its heartbeats do."""
 
     def count(self, step: int, _: Op) -> None:
@@ -131,47 +124,37 @@ class Hang(Kill):
 
 
 @pytest.mark.long
-def test_a_member_that_hangs_is_told_from_its_sibling_that_waits_for_it(caplog: pytest.LogCaptureFixture) -> None:
-    exact_fit(Ordinary(), TENSOR, Hang(1, 2, 0), HeartbeatCallback(interval=0.2, timeout=2.0))
+def test_a_member_that_hangs_is_told_from_its_sibling_that_waits_for_it(caplog):
+    sharded.exact_fit(sharded.Ordinary(), sharded.TENSOR, Hang(1, 2, 0), HeartbeatCallback(interval=0.2, timeout=2.0))
     assert "Worker (0, 0, 1) was lost" in caplog.text
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("grid", "kill"),
-    [
-        ((1, 2, 2), Kill(3, 1, 2)),
-        (STAGES, KillTwo(2, 6, step=1, operation=2)),
-        (STAGES, KillTwo(2, 7, step=1, operation=2)),
-    ],
-    ids=["without peers", "one column twice", "two columns"],
-)
-def test_a_stage_is_lost_with_its_last_whole_position(grid: tuple[int, int, int], kill: L.Callback) -> None:
+@pytest.mark.parametrize(("grid", "kill"), [
+    ((1, 2, 2), sharded.Kill(3, 1, 2)),
+    (STAGES, sharded.KillTwo(2, 6, step=1, operation=2)),
+    (STAGES, sharded.KillTwo(2, 7, step=1, operation=2)),
+], ids=["without peers", "one column twice", "two columns"])  # fmt: skip
+def test_a_stage_is_lost_with_its_last_whole_position(grid, kill):
     with pytest.raises(StageLostError, match="stage 1"):
-        fit(Piped(), grid, kill)
+        sharded.fit(sharded.Piped(), grid, kill)
 
 
-@pytest.mark.parametrize(
-    ("module", "options", "expected"),
-    [
-        (Ordinary(), {"devices": 3}, "multiple of 2"),
-        (Ordinary(), {"devices": 4, "strategy": {"pipeline_parallel_size": 4}}, "4 devices .* multiple of 8, or"),
-        (Ordinary(), {"strategy": {"verify": 0.1}}, "verify"),
-        (Ordinary(), {"callbacks": [StochasticWeightAveraging(0.1)]}, "StochasticWeightAveraging"),
-        (Ordinary(), {"callbacks": [FaultInjectionCallback([Fault("kill", 0, 0, 1, member=2)])]}, "one of 0 to 1"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_what_is_not_supported_is_refused_before_a_worker_starts(
-    module: L.LightningModule, options: dict[str, Any], expected: str
-) -> None:
+@pytest.mark.parametrize(("module", "options", "expected"), [
+    (sharded.Ordinary(), {"devices": 3}, "multiple of 2"),
+    (sharded.Ordinary(), {"devices": 4, "strategy": {"pipeline_parallel_size": 4}}, "4 devices .* multiple of 8, or"),
+    (sharded.Ordinary(), {"strategy": {"verify": 0.1}}, "verify"),
+    (sharded.Ordinary(), {"callbacks": [StochasticWeightAveraging(0.1)]}, "StochasticWeightAveraging"),
+    (sharded.Ordinary(), {"callbacks": [FaultInjectionCallback([Fault("kill", 0, 0, 1, member=2)])]}, "one of 0 to 1"),
+], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
+def test_what_is_not_supported_is_refused_before_a_worker_starts(module, options, expected):
     strategy = recycle_strategy(**{"tensor_parallel_size": 2, **options.pop("strategy", {})})
     trainer = L.Trainer(accelerator="cpu", strategy=strategy, **{"devices": 2, "max_steps": 1, **QUIET, **options})
     with pytest.raises((UnsupportedFeatureError, ConfigurationError), match=expected):
-        trainer.fit(module, DataLoader(dataset(), batch_size=BATCH))
+        trainer.fit(module, DataLoader(sharded.dataset(), batch_size=sharded.BATCH))
 
 
-class Idle(Ordinary):
+class Idle(sharded.Ordinary):
     """Each process of a position does all of the work."""
 
     def configure_model(self) -> None:
@@ -181,21 +164,21 @@ class Idle(Ordinary):
         return (self.model(batch[0]) - batch[1]).square().mean()
 
 
-class Misnamed(Ordinary):
+class Misnamed(sharded.Ordinary):
     def configure_model(self) -> None:
         parallelize_module(self.model, self.device_mesh["tensor_parallel"], {"0.upp": ColwiseParallel()})
 
 
 @pytest.mark.long
-def test_a_plan_that_names_no_module_is_an_error_and_an_idle_mesh_a_warning(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_that_names_no_module_is_an_error_and_an_idle_mesh_a_warning(capfd):
     with pytest.raises(ConfigurationError, match=r"its plan names 'upp'"):
-        fit(Misnamed(), (1, 1, 2))
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]  # workers write to where stderr was when it started
-    exact_fit(Idle(), (1, 1, 2))
+        sharded.fit(Misnamed(), (1, 1, 2))
+    forkserver._forkserver._stop()  # workers write to where stderr was when it started
+    sharded.exact_fit(Idle(), (1, 1, 2))
     assert "2 processes of each position do the same work" in capfd.readouterr().err
 
 
-class Metered(Ordinary):
+class Metered(sharded.Ordinary):
     """Counts its samples with torchmetrics."""
 
     def __init__(self) -> None:
@@ -207,12 +190,12 @@ class Metered(Ordinary):
         self.log("samples", self.samples)
 
 
-def test_the_members_of_a_position_are_no_replicas_for_metrics() -> None:
-    trainer = fit(Metered(), TENSOR, validates=True, val_check_interval=4)
-    assert float(trainer.callback_metrics["samples"]) == len(dataset())
+def test_the_members_of_a_position_are_no_replicas_for_metrics():
+    trainer = sharded.fit(Metered(), sharded.TENSOR, validates=True, val_check_interval=4)
+    assert float(trainer.callback_metrics["samples"]) == len(sharded.dataset())
 
 
-class KeepsItsMesh(Ordinary):
+class KeepsItsMesh(sharded.Ordinary):
     """In an attribute, and a sharded average of its weights in another one."""
 
     def configure_model(self) -> None:
@@ -227,7 +210,9 @@ class KeepsItsMesh(Ordinary):
 
 
 @pytest.mark.long
-def test_meshes_and_sharded_tensors_in_attributes_travel_to_replacements_and_stay_in_the_workers() -> None:
+def test_meshes_and_sharded_tensors_in_attributes_travel_to_replacements_and_stay_in_the_workers():
     module = KeepsItsMesh()
-    exact_fit(module, TENSOR, Kill(1, 1, 2), Waits(2), max_steps=8, strategy={"max_restarts": 4})
+    sharded.exact_fit(
+        module, sharded.TENSOR, sharded.Kill(1, 1, 2), sharded.Waits(2), max_steps=8, strategy={"max_restarts": 4}
+    )
     assert not hasattr(module, "mesh")

@@ -6,22 +6,8 @@ from typing import Any
 
 import lightning as L
 import pytest
+import sharded
 import torch
-from sharded import (
-    FSDP,
-    STEPS,
-    TENSOR,
-    Ordinary,
-    Piped,
-    Victim,
-    Waits,
-    dataset,
-    die,
-    exact_fit,
-    parts_of,
-    plain_loop,
-    run_collectives_by,
-)
 from support.sampling import sampled
 from support.training import TOLERANCE
 from torch import Tensor
@@ -44,37 +30,37 @@ class Asks:
         self.seen: list[tuple[str, int, float]] = []
 
     def note(self, hook: str, value: float) -> None:
-        self.seen.append((hook, self.trainer.global_step, value))  # type: ignore[attr-defined]
+        self.seen.append((hook, self.trainer.global_step, value))
 
     def on_train_batch_start(self, *_: Any) -> None:
-        self.note("start", norm(self.parameters()))  # type: ignore[attr-defined]
+        self.note("start", norm(self.parameters()))
 
     def on_before_optimizer_step(self, *_: Any) -> None:
-        self.note("gradient", norm(p.grad for p in self.parameters()))  # type: ignore[attr-defined]
+        self.note("gradient", norm(p.grad for p in self.parameters()))
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.note("end", norm(self.parameters()))  # type: ignore[attr-defined]
+        self.note("end", norm(self.parameters()))
         if hasattr(self, "model"):
             with torch.no_grad():
-                self.note("output", float(self.model(dataset()[:6][0]).sum()))
-        self.all_gather(torch.ones(1))  # type: ignore[attr-defined]
-        self.note("again", norm(self.parameters()))  # type: ignore[attr-defined]
+                self.note("output", float(self.model(sharded.dataset()[:6][0]).sum()))
+        self.all_gather(torch.ones(1))
+        self.note("again", norm(self.parameters()))
 
 
-class AsksAll(Asks, Ordinary):
+class AsksAll(Asks, sharded.Ordinary):
     pass
 
 
-class AsksOfStage(Asks, Piped):
+class AsksOfStage(Asks, sharded.Piped):
     pass
 
 
 def expected(parts: int) -> list[tuple[str, int, float]]:
     """What the hooks of a single device find."""
     found: list[tuple[str, int, float]] = []
-    layers = plain_loop(parts, steps=0)
-    optimizer, data = torch.optim.AdamW(layers.parameters(), lr=0.01), dataset()
-    for step in range(STEPS):
+    layers = sharded.plain_loop(parts, steps=0)
+    optimizer, data = torch.optim.AdamW(layers.parameters(), lr=0.01), sharded.dataset()
+    for step in range(sharded.STEPS):
         begin = step * parts * 4
         x, y = data[begin : begin + parts * 4]
         found.append(("start", step, norm(layers.parameters())))
@@ -88,7 +74,7 @@ def expected(parts: int) -> list[tuple[str, int, float]]:
     return found
 
 
-class AtHookCollective(Victim):
+class AtHookCollective(sharded.Victim):
     """Dies before its collective number ``number`` in a hook of ``step``, or after it; the others take their time."""
 
     def __init__(self, rank: int, step: int, number: int, when: str = "before") -> None:
@@ -108,17 +94,17 @@ class AtHookCollective(Victim):
             is_due = self.is_it(trainer) and self.seen == self.number
             self.seen += 1
             if is_due and self.when == "before":
-                die()
+                sharded.die()
             work = run(group, *args, **options)
             if is_due:
-                die()
+                sharded.die()
             time.sleep(0.02)
             return work
 
-        run_collectives_by(counted)
+        sharded.run_collectives_by(counted)
 
 
-COLLECTIVES = {TENSOR: 26, FSDP: 50}
+COLLECTIVES = {sharded.TENSOR: 26, sharded.FSDP: 50}
 """Of a member in the hooks of a step."""
 
 PLACES = [
@@ -131,19 +117,19 @@ PLACES = [
 
 
 @pytest.mark.parametrize(("grid", "rank", "number", "when"), sampled(PLACES, 1), ids=str)
-def test_a_kill_at_a_collective_of_a_hook(grid: tuple[int, ...], rank: int, number: int, when: str) -> None:
+def test_a_kill_at_a_collective_of_a_hook(grid, rank, number, when):
     module = AsksAll()
-    exact_fit(module, grid, AtHookCollective(rank, 1, number, when))
-    values = expected(parts_of(grid))
+    sharded.exact_fit(module, grid, AtHookCollective(rank, 1, number, when))
+    values = expected(sharded.parts_of(grid))
     assert [(hook, step) for hook, step, _ in module.seen] == [(hook, step) for hook, step, _ in values]
     assert max(abs(x - y) for (*_, x), (*_, y) in zip(module.seen, values, strict=True)) < TOLERANCE
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("rank", [1, 5])
-def test_hooks_of_several_stages(rank: int) -> None:
+def test_hooks_of_several_stages(rank):
     """A stage's hooks run collectives of its own layers."""
-    exact_fit(AsksOfStage(), (2, 2, 2), AtHookCollective(rank, 1, 2))
+    sharded.exact_fit(AsksOfStage(), (2, 2, 2), AtHookCollective(rank, 1, 2))
 
 
 class AsksEarly(AsksAll):
@@ -161,11 +147,11 @@ class AsksEarly(AsksAll):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("grid", [TENSOR, FSDP], ids=str)
-def test_members_are_replaced_after_it(grid: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("grid", [sharded.TENSOR, sharded.FSDP], ids=str)
+def test_members_are_replaced_after_it(grid):
     """The new ones run the hooks before their first step alone."""
     module = AsksEarly()
     checks = {"max_steps": 20, "max_epochs": 9, "validates": True, "val_check_interval": 2}
-    exact_fit(module, grid, AtHookCollective(1, 1, 3), Waits(2), **checks, strategy={"max_restarts": 4})
+    sharded.exact_fit(module, grid, AtHookCollective(1, 1, 3), sharded.Waits(2), **checks, strategy={"max_restarts": 4})
     steps = {name: [step for hook, step, _ in module.seen if hook == name] for name in ("fit", "train", "validation")}
     assert steps == {"fit": [0], "train": [0], "validation": [0, *range(2, 21, 2)]}, "each once, and the sanity check"

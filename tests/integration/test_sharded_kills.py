@@ -7,34 +7,13 @@ seconds each).
 import itertools
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
+import sharded
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from sharded import (
-    BOTH,
-    FSDP,
-    STEPS,
-    TENSOR,
-    AtCollective,
-    AtHook,
-    AtPoint,
-    Kill,
-    KillTwo,
-    Ordinary,
-    Piped,
-    Victim,
-    Waits,
-    die,
-    exact_fit,
-    fit,
-    name,
-    parts_of,
-    plain_loop,
-)
 from support.sampling import sampled
 from support.training import TOLERANCE
 
@@ -43,7 +22,7 @@ COLLECTIVES = {1: 9, 2: 5}
 
 
 def every_collective() -> list[Any]:
-    places = itertools.product((1, 2), (0, 1, 2, 3), range(STEPS), ("before", "after"))
+    places = itertools.product((1, 2), (0, 1, 2, 3), range(sharded.STEPS), ("before", "after"))
     return [
         (stages, rank, step, number, when)
         for stages, rank, step, when in places
@@ -52,20 +31,20 @@ def every_collective() -> list[Any]:
 
 
 @pytest.mark.parametrize("stages", COLLECTIVES)
-def test_the_matrix_holds_every_collective(stages: int, tmp_path: Path) -> None:
-    fit(Piped(), (2, stages, 2), AtCollective(1, 1, None, report=tmp_path / "seen"))
+def test_the_matrix_holds_every_collective(stages, tmp_path):
+    sharded.fit(sharded.Piped(), (2, stages, 2), sharded.AtCollective(1, 1, None, report=tmp_path / "seen"))
     assert int((tmp_path / "seen").read_text()) == COLLECTIVES[stages]
 
 
 @pytest.mark.parametrize(("stages", "rank", "step", "number", "when"), sampled(every_collective(), 2))
-def test_a_kill_at_a_collective_of_the_layers(stages: int, rank: int, step: int, number: int, when: str) -> None:
-    exact_fit(Piped(), (2, stages, 2), AtCollective(rank, step, number, when))
+def test_a_kill_at_a_collective_of_the_layers(stages, rank, step, number, when):
+    sharded.exact_fit(sharded.Piped(), (2, stages, 2), sharded.AtCollective(rank, step, number, when))
 
 
 # ---------------------------------------------------------------------- outside of steps
 
 
-class WhileReleased(Victim):
+class WhileReleased(sharded.Victim):
     """Dies when it is out of the roster."""
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -75,19 +54,23 @@ class WhileReleased(Victim):
     def _watch(self, strategy: Any) -> None:
         while self.rank in strategy.live_workers:
             time.sleep(0.001)
-        die()
+        sharded.die()
 
 
-STARTS = [AtHook(1, "setup"), AtHook(2, "on_fit_start"), AtHook(3, "on_train_start")]
-IN_VALIDATION = [AtHook(1, "on_validation_batch_start", 3), AtHook(0, "on_validation_batch_end", 5)]
-IN_CHECKPOINT = [AtPoint(0, "checkpoint", 2), AtHook(3, "on_save_checkpoint"), AtHook(0, "on_save_checkpoint", 1)]
-LATER = [AtPoint(1, "end", STEPS), AtPoint(0, "validation", 2)]
+STARTS = [sharded.AtHook(1, "setup"), sharded.AtHook(2, "on_fit_start"), sharded.AtHook(3, "on_train_start")]
+IN_VALIDATION = [sharded.AtHook(1, "on_validation_batch_start", 3), sharded.AtHook(0, "on_validation_batch_end", 5)]
+IN_CHECKPOINT = [
+    sharded.AtPoint(0, "checkpoint", 2),
+    sharded.AtHook(3, "on_save_checkpoint"),
+    sharded.AtHook(0, "on_save_checkpoint", 1),
+]
+LATER = [sharded.AtPoint(1, "end", sharded.STEPS), sharded.AtPoint(0, "validation", 2)]
 TWICE = [
-    ([Kill(1, 1, 1), WhileReleased(0)], 1),
-    ([KillTwo(0, 1, step=1, operation=2)], 1),
-    ([KillTwo(1, 2, step=2, operation=1)], 2),
-    ([Kill(0, 1, 2), Kill(3, 1, 3)], 2),
-    ([Kill(2, 1, 2), Kill(1, 2, 1)], 2),
+    ([sharded.Kill(1, 1, 1), WhileReleased(0)], 1),
+    ([sharded.KillTwo(0, 1, step=1, operation=2)], 1),
+    ([sharded.KillTwo(1, 2, step=2, operation=1)], 2),
+    ([sharded.Kill(0, 1, 2), sharded.Kill(3, 1, 3)], 2),
+    ([sharded.Kill(2, 1, 2), sharded.Kill(1, 2, 1)], 2),
 ]
 """With the failures that are counted: a member that is released leaves nothing that could fail."""
 
@@ -95,47 +78,46 @@ TWICE = [
 OUTSIDE = [*STARTS, *IN_VALIDATION, *IN_CHECKPOINT, *LATER]
 
 
-@pytest.mark.parametrize(
-    ("victim", "grid"),
-    [
-        *sampled([(victim, TENSOR) for victim in OUTSIDE], 2, rest=pytest.mark.long),
-        *(pytest.param(victim, FSDP, marks=pytest.mark.long) for victim in OUTSIDE),
-        *(pytest.param(victim, BOTH, marks=pytest.mark.exhaustive) for victim in OUTSIDE),
-    ],
-    ids=name,
-)
-def test_a_kill_outside_of_steps(victim: Victim, grid: tuple[int, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("victim", "grid"), [
+    *sampled([(victim, sharded.TENSOR) for victim in OUTSIDE], 2, rest=pytest.mark.long),
+    *(pytest.param(victim, sharded.FSDP, marks=pytest.mark.long) for victim in OUTSIDE),
+    *(pytest.param(victim, sharded.BOTH, marks=pytest.mark.exhaustive) for victim in OUTSIDE),
+], ids=sharded.name)  # fmt: skip
+def test_a_kill_outside_of_steps(victim, grid, tmp_path):
     """Checkpoints that are to be written in the background are waited for."""
     keep = ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=2, save_last=True)
     checks = {"enable_checkpointing": True, "validates": True, "val_check_interval": 2}
-    exact_fit(Ordinary(), grid, keep, victim, **checks, strategy={"background": grid != TENSOR})
-    expected = plain_loop(parts_of(grid))
+    sharded.exact_fit(sharded.Ordinary(), grid, keep, victim, **checks, strategy={"background": grid != sharded.TENSOR})
+    expected = sharded.plain_loop(sharded.parts_of(grid))
     stored = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]
     assert max(float((stored[f"model.{n}"] - p).abs().max()) for n, p in expected.named_parameters()) < TOLERANCE
 
 
-OF_FOUR = [
-    ([KillTwo(4, 7, step=0, operation=2)], 1),
-    ([Kill(2, 1, 1), WhileReleased(3)], 1),
-]
+OF_FOUR = [([sharded.KillTwo(4, 7, step=0, operation=2)], 1), ([sharded.Kill(2, 1, 1), WhileReleased(3)], 1)]
 """Of positions of two shards and two processes of tensor parallelism."""
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("grid", "victims", "losses"),
-    [*((grid, *case) for grid in ((3, 1, 2), (3, 1, 2, 1)) for case in TWICE), *((BOTH, *case) for case in OF_FOUR)],
-    ids=name,
+    [
+        *((grid, *case) for grid in ((3, 1, 2), (3, 1, 2, 1)) for case in TWICE),
+        *((sharded.BOTH, *case) for case in OF_FOUR),
+    ],
+    ids=sharded.name,
 )
-def test_two_kills(grid: tuple[int, ...], victims: list[L.Callback], losses: int) -> None:
-    exact_fit(Ordinary(), grid, *victims, losses=losses)
+def test_two_kills(grid, victims, losses):
+    sharded.exact_fit(sharded.Ordinary(), grid, *victims, losses=losses)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("grid", [(3, 1, 2), pytest.param((3, 1, 2, 1), marks=pytest.mark.exhaustive)], ids=str)
 @pytest.mark.parametrize(
-    ("victims", "losses"), [([victim], 1) for victim in [*STARTS, *IN_VALIDATION]] + TWICE, ids=name
+    ("victims", "losses"), [([victim], 1) for victim in [*STARTS, *IN_VALIDATION]] + TWICE, ids=sharded.name
 )
-def test_members_are_replaced_after_it(victims: list[L.Callback], losses: int, grid: tuple[int, ...]) -> None:
+def test_members_are_replaced_after_it(victims, losses, grid):
     checks = {"validates": True, "val_check_interval": 2, "max_epochs": 9, "max_steps": 16}
-    exact_fit(Ordinary(), grid, *victims, Waits(4, of=6), losses=losses, strategy={"max_restarts": 8}, **checks)
+    strategy = {"max_restarts": 8}
+    sharded.exact_fit(
+        sharded.Ordinary(), grid, *victims, sharded.Waits(4, of=6), losses=losses, strategy=strategy, **checks
+    )

@@ -53,13 +53,9 @@ class TransformerBlock(nn.Module):
 
 
 TENSOR_PARALLEL = {
-    "attention.query": ColwiseParallel(),
-    "attention.key": ColwiseParallel(),
-    "attention.value": ColwiseParallel(),
-    "attention.output": RowwiseParallel(),
-    "up": ColwiseParallel(),
-    "down": RowwiseParallel(),
-}
+    "attention.query": ColwiseParallel(), "attention.key": ColwiseParallel(), "attention.value": ColwiseParallel(),
+    "attention.output": RowwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel(),
+}  # fmt: skip
 SEQUENCE_PARALLEL = {
     **TENSOR_PARALLEL,
     "norm1": SequenceParallel(),
@@ -144,7 +140,7 @@ def check(module: L.LightningModule, alone: L.LightningModule, grid: tuple[int, 
     [(TENSOR_PARALLEL, 2, Kill(1, 1, 2)), (SEQUENCE_PARALLEL, 2, Kill(1, 1, 2)), (SEQUENCE_PARALLEL, 4, Kill(5, 2, 1))],
     ids=["tensor", "sequence", "sequence in four"],
 )
-def test_a_transformer_whose_tied_embedding_is_sharded(plan: dict[str, Any], members: int, kill: Kill) -> None:
+def test_a_transformer_whose_tied_embedding_is_sharded(plan, members, kill):
     check(Transformer(plan), Transformer(), (2, 1, members), kill)
 
 
@@ -193,7 +189,7 @@ class OrdinaryChain(Ordinary):
 
 @pytest.mark.long
 @pytest.mark.parametrize("stages", [1, 2])
-def test_a_sequential(stages: int) -> None:
+def test_a_sequential(stages):
     module: L.LightningModule = OrdinaryChain() if stages == 1 else Chain()
     partition = {} if stages == 1 else {"partition": [5, 2]}
     exact_fit(module, (2, stages, 2), Kill(2, 1, 2), strategy=partition, layers=sequential())
@@ -230,5 +226,5 @@ class Llama(L.LightningModule):
 
 
 @pytest.mark.long
-def test_a_llama_with_its_own_plan() -> None:
+def test_a_llama_with_its_own_plan():
     check(Llama(), Llama(parallel=False), (2, 1, 2), Kill(3, 1, 1))

@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.long
-def test_members_that_are_started_by_hand_and_spares_that_replace_two(tmp_path: Path) -> None:
+def test_members_that_are_started_by_hand_and_spares_that_replace_two(tmp_path):
     port = free_port("127.0.0.1")
     environment = {**os.environ, "RECYCLE_KEY": "the key of this test", "OMP_NUM_THREADS": "1"}
     command = [*COORDINATOR, "--runs", "1", "--listen", f"127.0.0.1:{port}"]

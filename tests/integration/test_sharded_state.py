@@ -85,7 +85,7 @@ def plain_loop_with_average(parts: int) -> tuple[nn.Sequential, list[Tensor]]:
 
 
 @pytest.mark.parametrize(("grid", "begins", "losses"), sampled(CASES, 2, seed=2), ids=NAMES.get)
-def test_a_replacement_gets_its_own_shards(grid: tuple[int, ...], begins: str, losses: str, tmp_path: Path) -> None:
+def test_a_replacement_gets_its_own_shards(grid, begins, losses, tmp_path):
     members, report, path = parts_of(grid) // 2 * grid[-1], tmp_path / "average.json", None
     limits: dict[str, Any] = {"max_epochs": 9, "strategy": {"max_restarts": 9}, "enable_checkpointing": True}
     limits["default_root_dir"] = tmp_path
@@ -104,8 +104,7 @@ def test_a_replacement_gets_its_own_shards(grid: tuple[int, ...], begins: str, l
         callbacks.append(Kill(2 * members - 1, LAST - 2, 1, attempt))
     module = Averaged(report)
     trainer = fit(module, grid, *callbacks, max_steps=LAST, ckpt_path=path, **limits)
-    history: Any = trainer.strategy.history  # type: ignore[attr-defined]
-    kinds = [event.kind for event in history]
+    kinds = [event.kind for event in trainer.strategy.history]
     assert "rejoined" in kinds, kinds
     assert kinds.count("stage_lost") == attempt, kinds
     assert lost(trainer) >= 1 + (losses != "a join"), kinds

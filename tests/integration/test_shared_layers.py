@@ -44,10 +44,9 @@ from lightning_recycle.runtime.gradients import BucketedReduction
     ),
     ids=str,
 )
-def test_a_worker_dies_while_stages_share_layers(fault: Fault, staggered: bool) -> None:
-    run = exact_fit(
-        Scheduled().double(), 2, 3, [fault], callbacks=[Move(SHARED)], strategy={**STAY, "staggered": staggered}
-    )
+def test_a_worker_dies_while_stages_share_layers(fault, staggered):
+    callbacks = [Move(SHARED)]
+    run = exact_fit(Scheduled().double(), 2, 3, [fault], callbacks=callbacks, strategy={**STAY, "staggered": staggered})
     assert failures(run) == [(fault.pipeline, fault.stage)]
     assert len(moves(run)) == 1
 
@@ -56,14 +55,13 @@ class Asks(Callback):
     """Asks for a layout that cannot be."""
 
     def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
-        strategy: Any = trainer.strategy
         with pytest.raises(ConfigurationError, match="a whole layer of its own"):
-            strategy.move_layers([1.5, 0.9, 3.6])
+            trainer.strategy.move_layers([1.5, 0.9, 3.6])
         with pytest.raises(ConfigurationError, match="is no layout of 6 layers"):
-            strategy.move_layers([1.5, 2.5, 1.5])
+            trainer.strategy.move_layers([1.5, 2.5, 1.5])
 
 
-def test_each_stage_keeps_a_layer_of_its_own() -> None:
+def test_each_stage_keeps_a_layer_of_its_own():
     fit(Regression().double(), 1, 3, callbacks=[Asks()], max_steps=1, strategy=STAY)
 
 
@@ -105,7 +103,7 @@ class PartsWays(Callback):
                     os.kill(os.getpid(), signal.SIGKILL)
                 raise CommunicationError("as if the last part had not arrived")
 
-        BucketedReduction.finish = sums  # type: ignore[method-assign]
+        BucketedReduction.finish = sums
 
 
 def ways(seed: int) -> tuple[int, list[int]]:
@@ -118,7 +116,7 @@ def ways(seed: int) -> tuple[int, list[int]]:
 
 @pytest.mark.parametrize("kind", sampled(["staggered", "together", "clipped"], 1, rest=pytest.mark.long))
 @pytest.mark.parametrize("seed", sampled(range(16), 1))
-def test_some_workers_have_the_sums_over_two_stages_and_others_do_not(seed: int, kind: str) -> None:
+def test_some_workers_have_the_sums_over_two_stages_and_others_do_not(seed, kind):
     killed, lack = ways(seed)
     run = exact_fit(
         Scheduled(clip_scale=100.0 if kind == "clipped" else 1.0).double(),
@@ -145,17 +143,10 @@ def test_some_workers_have_the_sums_over_two_stages_and_others_do_not(seed: int,
         2,
     ),
 )
-def test_a_worker_dies_while_gradients_are_summed(
-    worker: tuple[int, int], number: int, moment: str, cap: float | None, split_backward: bool
-) -> None:
+def test_a_worker_dies_while_gradients_are_summed(worker, number, moment, cap, split_backward):
     dies = Watcher(kill=(worker, number, moment), step=5)
-    run = exact_fit(
-        Scheduled().double(),
-        2,
-        3,
-        callbacks=[Move(SHARED), dies],
-        strategy={**STAY, "bucket_cap_mb": cap, "split_backward": split_backward},
-    )
+    strategy = {**STAY, "bucket_cap_mb": cap, "split_backward": split_backward}
+    run = exact_fit(Scheduled().double(), 2, 3, callbacks=[Move(SHARED), dies], strategy=strategy)
     assert failures(run) == [worker]
     assert len(moves(run)) == 1
 
@@ -195,16 +186,9 @@ class WaitsBeforeItsLastGradients(Callback):
 
 
 @pytest.mark.parametrize("pipelines", sampled([1, 2], 1, rest=pytest.mark.long))
-def test_nobody_waits_for_gradients_of_micro_batches_that_run_a_shared_layer_elsewhere(
-    tmp_path: Path, pipelines: int
-) -> None:
-    run = exact_fit(
-        Scheduled().double(),
-        pipelines,
-        2,
-        callbacks=[Move({1: (2.75, 3.25)}), WaitsBeforeItsLastGradients(tmp_path, 6)],
-        strategy={**STAY, "split_backward": True},
-    )
+def test_nobody_waits_for_gradients_of_micro_batches_that_run_a_shared_layer_elsewhere(tmp_path, pipelines):
+    callbacks = [Move({1: (2.75, 3.25)}), WaitsBeforeItsLastGradients(tmp_path, 6)]
+    run = exact_fit(Scheduled().double(), pipelines, 2, callbacks=callbacks, strategy={**STAY, "split_backward": True})
     assert moves(run) == [(0, 2.75, 6)]
     for rank in range(1, 2 * pipelines, 2):
         assert literal_eval((tmp_path / f"{rank}").read_text()) == (True, True)
@@ -229,37 +213,24 @@ MANY_STEPS = 40  # when a move takes place depends on the machine
 
 
 @pytest.mark.long
-def test_a_loss_may_use_a_shared_layer() -> None:
+def test_a_loss_may_use_a_shared_layer():
     data = dataset(GLOBAL_BATCH * MANY_STEPS)
     moved = UsesALayerInItsLoss().double()
-    run = fit(
-        moved,
-        2,
-        2,
-        data=data,
-        max_steps=MANY_STEPS,
-        callbacks=[Move({1: (2.75, 3.25)})],
-        strategy={**STAY, "split_backward": True},
-    )
-    strategy: Any = run.strategy
-    (step,) = (event.step for event in strategy.history if event.kind == "layers_moved")
+    strategy = {**STAY, "split_backward": True}
+    run = fit(moved, 2, 2, data=data, max_steps=MANY_STEPS, callbacks=[Move({1: (2.75, 3.25)})], strategy=strategy)
+    (step,) = (event.step for event in run.strategy.history if event.kind == "layers_moved")
     reference = UsesALayerInItsLoss(from_step=step).double()
     on_one_device(max_steps=MANY_STEPS).fit(reference, DataLoader(data, batch_size=GLOBAL_BATCH))
     assert 1 <= step < MANY_STEPS
     assert difference(moved.state_dict(), reference.state_dict()) < TOLERANCE
 
 
-def test_a_loss_that_begins_to_use_a_shared_layer_is_an_error_and_not_another_result() -> None:
+def test_a_loss_that_begins_to_use_a_shared_layer_is_an_error_and_not_another_result():
     with pytest.raises(UnsupportedFeatureError, match="that two stages share got a gradient"):
         fit(
-            UsesALayerInItsLoss(later=2).double(),
-            2,
-            2,
-            data=dataset(GLOBAL_BATCH * MANY_STEPS),
-            max_steps=MANY_STEPS,
-            callbacks=[Move({1: (2.75, 3.25)})],
-            strategy={**STAY, "split_backward": True},
-        )
+            UsesALayerInItsLoss(later=2).double(), 2, 2, data=dataset(GLOBAL_BATCH * MANY_STEPS), max_steps=MANY_STEPS,
+            callbacks=[Move({1: (2.75, 3.25)})], strategy={**STAY, "split_backward": True},
+        )  # fmt: skip
 
 
 class CountsSums(Callback):
@@ -306,7 +277,7 @@ def _lies_in(part: Tensor, whole: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("pipelines", sampled([1, 2], 1, rest=pytest.mark.long))
-def test_each_gradient_is_summed_once(tmp_path: Path, pipelines: int) -> None:
+def test_each_gradient_is_summed_once(tmp_path, pipelines):
     exact_fit(Scheduled().double(), pipelines, 3, callbacks=[Move(SHARED), CountsSums(tmp_path, 6)], strategy=STAY)
     shared = {"layers.2.": (0, 1), "layers.4.": (1, 2)}
     found = {int(path.name): literal_eval(path.read_text()) for path in tmp_path.iterdir()}
@@ -319,7 +290,7 @@ def test_each_gradient_is_summed_once(tmp_path: Path, pipelines: int) -> None:
 
 
 @pytest.mark.long
-def test_a_sum_is_given_as_it_was_before_hooks_changed_it() -> None:
+def test_a_sum_is_given_as_it_was_before_hooks_changed_it():
     still, moved = Scheduled().double(), Scheduled().double()
     fit(still, 2, 2, strategy=STAY, callbacks=[Halves()])
     moving = Move({1: (2.5, 3.5)})

@@ -1,19 +1,17 @@
 """Bits that flip without an error: the worker that holds or computes them is named, and the run goes on without it."""
 
-from __future__ import annotations
-
 import os
 import time
 from typing import Any
 
 import lightning as L
 import pytest
-import torch
 from support.checks import checked_microbatch
 from support.growth import happened
 from support.models import Regression, dataset
 from support.sampling import sampled
 from support.training import TOLERANCE, difference, exact_fit, fit, plain_loop
+from test_verified_modules import Following
 from torch import Tensor, nn
 
 from lightning_recycle import ReCycleError, StageLostError
@@ -29,7 +27,7 @@ def evicted(run: L.Trainer) -> list[Any]:
     return [event.worker for event in happened(run, "evicted")]
 
 
-def test_a_flipped_bit_of_a_parameter_is_found_at_the_next_check_and_its_worker_is_evicted() -> None:
+def test_a_flipped_bit_of_a_parameter_is_found_at_the_next_check_and_its_worker_is_evicted():
     fault = Fault("bitflip", 1, 0, step=3, target="parameter")
     run = fit(Regression().double(), 3, 1, [fault], strategy={"checksum_every": 2}, max_steps=9)
     (found,) = corruptions(run)
@@ -41,20 +39,20 @@ def test_a_flipped_bit_of_a_parameter_is_found_at_the_next_check_and_its_worker_
 
 
 @pytest.mark.long
-def test_with_raise_the_run_ends_and_names_the_worker() -> None:
+def test_with_raise_the_run_ends_and_names_the_worker():
     fault = Fault("bitflip", 1, 0, step=3, target="parameter")
     with pytest.raises(ReCycleError, match=r"Worker \(1, 0\) holds wrong bits.*parameters"):
         fit(Regression().double(), 3, 1, [fault], strategy={"checksum_every": 1, "on_corruption": "raise"})
 
 
 @pytest.mark.long
-def test_of_two_that_differ_nobody_knows_who_is_right() -> None:
+def test_of_two_that_differ_nobody_knows_who_is_right():
     fault = Fault("bitflip", 1, 0, step=3, target="parameter")
     with pytest.raises(StageLostError, match="it is unknown whose are right"):
         fit(Regression().double(), 2, 1, [fault], strategy={"checksum_every": 1})
 
 
-def test_checks_change_nothing_and_find_nothing_where_nothing_is_wrong() -> None:
+def test_checks_change_nothing_and_find_nothing_where_nothing_is_wrong():
     one, other = Regression(dropout=0.5).double(), Regression(dropout=0.5).double()
     run = fit(one, 3, 1, [Fault("kill", 2, 0, step=4)], strategy={"checksum_every": 1})
     fit(other, 1, 1, strategy={"checksum_every": 0})
@@ -69,7 +67,7 @@ CHECKED = {pipelines: checked_microbatch(3, pipelines) for pipelines in (2, 3)}
 
 
 @pytest.mark.parametrize("grid", [(3, 1), pytest.param((2, 2), marks=pytest.mark.long)])
-def test_who_computes_the_same_agrees_bit_by_bit(grid: tuple[int, int]) -> None:
+def test_who_computes_the_same_agrees_bit_by_bit(grid):
     model, other = Regression(dropout=0.5).double(), Regression(dropout=0.5).double()
     run = fit(model, *grid, [Fault("kill", 1, 0, step=4)], strategy=VERIFY)
     assert corruptions(run) == happened(run, "disputed") == []
@@ -78,22 +76,13 @@ def test_who_computes_the_same_agrees_bit_by_bit(grid: tuple[int, int]) -> None:
     assert difference(model.state_dict(), other.state_dict()) < TOLERANCE
 
 
-@pytest.mark.parametrize(
-    ("fault", "kind"),
-    sampled(
-        [
-            (Fault("bitflip", 1, 0, 3, microbatch=CHECKED[3], target="activation"), "output"),
-            (
-                Fault("bitflip", 1, 0, 3, "backward_weight", when="after", microbatch=CHECKED[3], target="gradient"),
-                "weight gradient",
-            ),
-            (Fault("bitflip", 1, 0, step=3, target="matmul", every=2), "weight gradient"),
-        ],
-        1,
-        rest=pytest.mark.long,
-    ),
-)
-def test_a_wrong_result_is_not_committed_and_its_worker_is_evicted(fault: Fault, kind: str) -> None:
+@pytest.mark.parametrize(("fault", "kind"), sampled([
+    (Fault("bitflip", 1, 0, 3, microbatch=CHECKED[3], target="activation"), "output"),
+    (Fault("bitflip", 1, 0, 3, "backward_weight", when="after", microbatch=CHECKED[3], target="gradient"),
+     "weight gradient"),
+    (Fault("bitflip", 1, 0, step=3, target="matmul", every=2), "weight gradient"),
+], 1, rest=pytest.mark.long))  # fmt: skip
+def test_a_wrong_result_is_not_committed_and_its_worker_is_evicted(fault, kind):
     run = exact_fit(Regression().double(), 3, 1, [fault], strategy=VERIFY)
     (found,) = corruptions(run)
     assert (found.worker, found.step, found.details["proof"]) == ((1, 0), 3, "computation")
@@ -102,17 +91,16 @@ def test_a_wrong_result_is_not_committed_and_its_worker_is_evicted(fault: Fault,
 
 
 @pytest.mark.parametrize("every", sampled([2, 3, 5, 7], 1, rest=pytest.mark.long))
-def test_a_device_that_errs_elsewhere_each_time_is_not_taken_for_layers_that_do(every: int) -> None:
-    run = fit(
-        Regression().double(), 3, 1, [Fault("bitflip", 1, 0, step=0, target="matmul", every=every)], strategy=VERIFY
-    )
+def test_a_device_that_errs_elsewhere_each_time_is_not_taken_for_layers_that_do(every):
+    faults = [Fault("bitflip", 1, 0, step=0, target="matmul", every=every)]
+    run = fit(Regression().double(), 3, 1, faults, strategy=VERIFY)
     assert [(event.worker, event.details["proof"]) for event in corruptions(run)] == [((1, 0), "computation")]
     assert evicted(run) == [(1, 0)]
     assert not happened(run, "incomparable")
 
 
 @pytest.mark.long
-def test_of_two_the_one_that_does_not_get_its_own_result_again_was_wrong() -> None:
+def test_of_two_the_one_that_does_not_get_its_own_result_again_was_wrong():
     fault = Fault("bitflip", 0, 0, step=3, microbatch=CHECKED[2], target="activation", bit=20)
     run = exact_fit(Regression().double(), 2, 1, [fault], strategy=VERIFY)
     assert [(event.worker, event.step) for event in corruptions(run)] == [((0, 0), 3)]
@@ -147,7 +135,7 @@ class Late(Regression):
 @pytest.mark.long
 @pytest.mark.parametrize("staggered", [True, False])
 @pytest.mark.parametrize("wrong", [(1, 0), (1, 1)])
-def test_no_stage_keeps_what_it_made_of_a_wrong_result_of_another_one(wrong: tuple[int, int], staggered: bool) -> None:
+def test_no_stage_keeps_what_it_made_of_a_wrong_result_of_another_one(wrong, staggered):
     model, right = Late().double(), Regression().double()
     fault = Fault("bitflip", *wrong, step=3, target="matmul", every=1)
     run = fit(model, 3, 2, [fault], strategy={**VERIFY, "staggered": staggered, "rebalance": "never"}, max_steps=6)
@@ -156,7 +144,7 @@ def test_no_stage_keeps_what_it_made_of_a_wrong_result_of_another_one(wrong: tup
     assert max(float((ours - theirs).abs().max()) for ours, theirs in values) < TOLERANCE
 
 
-def test_a_message_that_is_damaged_on_its_way_is_sent_again() -> None:
+def test_a_message_that_is_damaged_on_its_way_is_sent_again():
     run = exact_fit(Regression().double(), 2, 2, [Fault("bitflip", 0, 0, step=3, target="message")])
     (disturbance,) = happened(run, "disturbance")
     assert "is damaged" in disturbance.details["cause"]
@@ -164,7 +152,7 @@ def test_a_message_that_is_damaged_on_its_way_is_sent_again() -> None:
 
 
 @pytest.mark.long
-def test_in_a_pipeline_with_a_loss_at_the_same_time_a_broken_device_is_found() -> None:
+def test_in_a_pipeline_with_a_loss_at_the_same_time_a_broken_device_is_found():
     faults = [
         Fault("bitflip", 2, 1, step=2, target="matmul", every=1, bit=0),
         Fault("kill", 0, 0, step=2, at="backward_input"),
@@ -177,7 +165,7 @@ def test_in_a_pipeline_with_a_loss_at_the_same_time_a_broken_device_is_found() -
 
 
 @pytest.mark.long
-def test_no_replacement_is_started_on_a_device_that_computes_wrong_results() -> None:
+def test_no_replacement_is_started_on_a_device_that_computes_wrong_results():
     fault = Fault("bitflip", 1, 0, step=2, microbatch=checked_microbatch(2, 3), target="activation")
     run = fit(Regression().double(), 3, 1, [fault], strategy={**VERIFY, "max_restarts": 10}, max_steps=4)
     assert evicted(run) == [(1, 0)]
@@ -197,23 +185,18 @@ class Unrepeatable(Regression):
         return [*layers[:2], Drawing(), *layers[2:]]
 
 
-def test_a_layer_that_is_not_deterministic_is_named_and_computations_are_not_compared() -> None:
+def test_a_layer_that_is_not_deterministic_is_named_and_computations_are_not_compared():
     run = fit(Unrepeatable().double(), 3, 1, strategy=VERIFY)
     (event,) = happened(run, "incomparable")
     assert "layer 2 (Drawing)" in event.details["cause"]
     assert corruptions(run) == []
 
 
-class Remembering(nn.Module):
-    """With a buffer that each forward changes, and that its output depends on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
+class Remembering(Following):
+    """Its output depends on the buffer."""
 
     def forward(self, x: Tensor) -> Tensor:
-        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean()
-        return x - self.mean
+        return super().forward(x) - self.mean
 
 
 class Normalized(Regression):
@@ -223,7 +206,7 @@ class Normalized(Regression):
 
 
 @pytest.mark.long
-def test_buffers_that_each_worker_has_its_own_of_are_no_difference() -> None:
+def test_buffers_that_each_worker_has_its_own_of_are_no_difference():
     model, other = Normalized().double(), Normalized().double()
     run = fit(model, 3, 1, strategy=VERIFY)
     assert corruptions(run) == happened(run, "disputed") == []

@@ -92,8 +92,7 @@ def waiting() -> dict[tuple[int, int], Surprised]:
     found = {}
     for grid in ((2, 2), (1, 3)):
         found[grid] = Surprised()
-        run = train(found[grid], grid, strategy={"staggered": False})
-        assert not undone(run)
+        assert not undone(train(found[grid], grid, strategy={"staggered": False}))
     return found
 
 
@@ -102,7 +101,7 @@ def rows(folder: Path) -> list[str]:
     return [line for line in path.read_text().splitlines() if line]
 
 
-def test_a_corrected_step_is_logged_once_with_what_it_was(tmp_path: Path) -> None:
+def test_a_corrected_step_is_logged_once_with_what_it_was(tmp_path):
     logged = {}
     for staggered in (True, False):
         logger = CSVLogger(tmp_path / str(staggered), flush_logs_every_n_steps=1)
@@ -116,7 +115,7 @@ def test_a_corrected_step_is_logged_once_with_what_it_was(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("grid", [(2, 2), (1, 3)])
-def test_wrong_speculations_are_corrected_bit_by_bit(waiting: Any, grid: tuple[int, int]) -> None:
+def test_wrong_speculations_are_corrected_bit_by_bit(waiting, grid):
     """And their steps are seen once."""
     model = Surprised()
     run = train(model, grid)
@@ -137,9 +136,7 @@ KILLS = [
 
 
 @pytest.mark.parametrize(("worker", "step", "at"), sampled(KILLS, 3))
-def test_weights_are_the_same_after_a_kill_around_a_wrong_speculation(
-    waiting: Any, worker: tuple[int, int], step: int, at: str
-) -> None:
+def test_weights_are_the_same_after_a_kill_around_a_wrong_speculation(waiting, worker, step, at):
     model = Surprised()
     run = train(model, (2, 2), [Fault("kill", *worker, step=step, at=at)])
     assert difference(model.state_dict(), waiting[2, 2].state_dict()) < 1e-10
@@ -147,16 +144,11 @@ def test_weights_are_the_same_after_a_kill_around_a_wrong_speculation(
     assert committed_steps(run) == list(range(STEPS))
 
 
-def test_checkpoints_and_replacements_hold_no_speculative_step(waiting: Any, tmp_path: Path) -> None:
+def test_checkpoints_and_replacements_hold_no_speculative_step(waiting, tmp_path):
     model = Surprised()
     saving = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
-    run = train(
-        model,
-        (2, 2),
-        [Fault("kill", 1, 1, step=1)],
-        strategy={"max_restarts": 10},
-        callbacks=[AwaitReplacement([4])],
-    )
+    faults = [Fault("kill", 1, 1, step=1)]
+    run = train(model, (2, 2), faults, strategy={"max_restarts": 10}, callbacks=[AwaitReplacement([4])])
     assert rejoined(run) == [(1, 1)]
     assert difference(model.state_dict(), waiting[2, 2].state_dict()) < 1e-10
     saved = Surprised()
@@ -168,7 +160,7 @@ def test_checkpoints_and_replacements_hold_no_speculative_step(waiting: Any, tmp
     assert difference(state, barrier.state_dict()) == 0.0
 
 
-def test_no_step_is_speculative_where_somebody_may_look(waiting: Any) -> None:
+def test_no_step_is_speculative_where_somebody_may_look(waiting):
     model = Looks()
     run = train(model, (2, 2))
     assert bits(model) == bits(waiting[2, 2])

@@ -49,8 +49,7 @@ class Damage(L.Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         path = self._directory / "step=8.ckpt"
-        strategy: Any = trainer.strategy
-        if trainer.global_step != 9 or not trainer.is_global_zero or strategy.incarnation:
+        if trainer.global_step != 9 or not trainer.is_global_zero or trainer.strategy.incarnation:
             return
         await_file(path)
         if self._how == "removed":
@@ -75,7 +74,7 @@ def lose_stage(directory: Path, how: str, pipelines: int = 2, stage: int = 0) ->
 @pytest.mark.parametrize(
     ("how", "step"), sampled([("intact", 8), ("removed", 4), ("cut", 4), ("overwritten", 4)], 1, rest=pytest.mark.long)
 )
-def test_training_starts_again_from_the_newest_checkpoint_that_is_whole(how: str, step: int, tmp_path: Path) -> None:
+def test_training_starts_again_from_the_newest_checkpoint_that_is_whole(how, step, tmp_path):
     run = lose_stage(tmp_path, how)
     (lost,) = happened(run, "stage_lost")
     assert lost.details["stage"] == 0
@@ -89,7 +88,7 @@ def test_training_starts_again_from_the_newest_checkpoint_that_is_whole(how: str
 
 @pytest.mark.parametrize("pipelines", sampled([1, 2], 1, rest=pytest.mark.long))
 @pytest.mark.long
-def test_all_processes_are_killed_at_once_and_the_same_grid_starts_again(pipelines: int, tmp_path: Path) -> None:
+def test_all_processes_are_killed_at_once_and_the_same_grid_starts_again(pipelines, tmp_path):
     """As the OOM killer does, or somebody who ends all processes of a user."""
     checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1, filename="{step}")
     marks = [Marks(tmp_path), Pace(0.1)]
@@ -107,15 +106,9 @@ def test_all_processes_are_killed_at_once_and_the_same_grid_starts_again(pipelin
 
     with Meanwhile(pids, kill_all):
         run = exact_fit(
-            Regression().double(),
-            pipelines,
-            2,
-            data=DATA,
-            max_steps=LENGTH,
-            strategy={"on_stage_lost": "restart"},
-            callbacks=[*marks, checkpoints],
-            enable_checkpointing=True,
-        )
+            Regression().double(), pipelines, 2, data=DATA, max_steps=LENGTH, strategy={"on_stage_lost": "restart"},
+            callbacks=[*marks, checkpoints], enable_checkpointing=True,
+        )  # fmt: skip
     (lost,) = happened(run, "stage_lost")
     after = run.strategy.history[run.strategy.history.index(lost) + 1 :]
     first, *_, last = [event.step for event in after if event.kind == "step"]
@@ -131,46 +124,29 @@ class Dies(L.Callback):
         self._directory = directory
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        strategy: Any = trainer.strategy
-        if trainer.global_step == 6 and strategy.worker.stage == 0:
+        if trainer.global_step == 6 and trainer.strategy.worker.stage == 0:
             await_file(self._directory / "step=4.ckpt")
-            (self._directory / f"died-{strategy.incarnation}").touch()
+            (self._directory / f"died-{trainer.strategy.incarnation}").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize(
-    ("max_restarts", "why"),
-    sampled(
-        [
-            (0, r"killed by SIGKILL.*same place after 2 restarts in a row \(the newest step before it is [45]\)"),
-            (2, r"restarted 2 times from the checkpoint of step 4 .*max_restarts"),
-        ],
-        1,
-        rest=pytest.mark.long,
-    ),
-)
-def test_a_loss_that_comes_back_without_a_newer_checkpoint_ends_the_run(
-    max_restarts: int, why: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("max_restarts", "why"), sampled([
+    (0, r"killed by SIGKILL.*same place after 2 restarts in a row \(the newest step before it is [45]\)"),
+    (2, r"restarted 2 times from the checkpoint of step 4 .*max_restarts"),
+], 1, rest=pytest.mark.long))  # fmt: skip
+def test_a_loss_that_comes_back_without_a_newer_checkpoint_ends_the_run(max_restarts, why, tmp_path):
     checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1, filename="{step}")
     with pytest.raises(StageLostError, match=why):
         fit(
-            Regression().double(),
-            1,
-            2,
-            data=DATA,
-            max_steps=LENGTH,
+            Regression().double(), 1, 2, data=DATA, max_steps=LENGTH,
             strategy={"on_stage_lost": "restart", "max_restarts": max_restarts},
-            callbacks=[Dies(tmp_path), checkpoints],
-            enable_checkpointing=True,
-        )
+            callbacks=[Dies(tmp_path), checkpoints], enable_checkpointing=True,
+        )  # fmt: skip
     assert len(list(tmp_path.glob("died-*"))) == 3
 
 
 @pytest.mark.parametrize("background", sampled([False, True], 1, rest=pytest.mark.long))
-def test_by_default_it_starts_again_from_a_checkpoint_that_a_run_can_go_on_from(
-    background: bool, tmp_path: Path
-) -> None:
+def test_by_default_it_starts_again_from_a_checkpoint_that_a_run_can_go_on_from(background, tmp_path):
     whole = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1, filename="{step}")
     weights = ModelCheckpoint(tmp_path, "w-{step}", every_n_train_steps=5, save_top_k=-1, save_weights_only=True)
     faults = [Fault("kill", d, 0, step=6) for d in range(2)]
@@ -184,7 +160,7 @@ def test_by_default_it_starts_again_from_a_checkpoint_that_a_run_can_go_on_from(
     assert "lightning_recycle" not in torch.load(tmp_path / "w-step=5.ckpt")
 
 
-def test_large_data_of_the_training_is_there_after_the_restart(tmp_path: Path) -> None:
+def test_large_data_of_the_training_is_there_after_the_restart(tmp_path):
     """A checkpoint names what has not changed since the run began; DataLoaders exist only when the training begins."""
     data = dataset(LARGE // dataset(1).tensors[0].nbytes + 1)
     saving = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}")
@@ -198,7 +174,7 @@ def test_large_data_of_the_training_is_there_after_the_restart(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("saving", "on_stage_lost"), [({"save_weights_only": True}, "auto"), ({}, "raise")], ids=["weights", "raise"]
 )
-def test_otherwise_the_loss_is_an_error_by_default(saving: Any, on_stage_lost: str, tmp_path: Path) -> None:
+def test_otherwise_the_loss_is_an_error_by_default(saving, on_stage_lost, tmp_path):
     checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1, filename="{step}", **saving)
     options: dict[str, Any] = {"callbacks": [checkpoints], "enable_checkpointing": True}
     strategy = {"on_stage_lost": on_stage_lost}
@@ -206,7 +182,7 @@ def test_otherwise_the_loss_is_an_error_by_default(saving: Any, on_stage_lost: s
         fit(Regression().double(), 1, 1, [Fault("kill", 0, 0, 6)], data=DATA, strategy=strategy, **options)
 
 
-def test_without_a_checkpoint_the_loss_is_an_error() -> None:
+def test_without_a_checkpoint_the_loss_is_an_error():
     faults = [Fault("kill", 0, 1, 2), Fault("kill", 1, 1, 3)]
     with pytest.raises(StageLostError, match=r"All 2 replicas of stage 1 are lost") as caught:
         fit(Regression().double(), 2, 2, faults, strategy={"on_stage_lost": "restart"})

@@ -1,10 +1,7 @@
 """However a script is started, workers have what it defines: the same script as plain Lightning runs it."""
 
-from __future__ import annotations
-
 import os
 import re
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -13,6 +10,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 from support.sampling import sampled
+from support.scripts import completed
 
 TESTS = Path(__file__).parents[1]
 
@@ -161,24 +159,19 @@ def check(said: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("start", sampled(STARTS, 1))
-def test_workers_and_replacements_have_what_the_script_defines(start: str, tmp_path: Path) -> None:
+def test_workers_and_replacements_have_what_the_script_defines(start, tmp_path):
     folder = tmp_path / "application"
     folder.mkdir()
     paths = [str(TESTS), str(folder if start == "python -m" else tmp_path), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        [sys.executable, *arguments(start, folder)],
-        input=STARTS[start] if start == "python - <" else None,
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-    )
+    typed = STARTS[start] if start == "python - <" else None
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    done = completed([sys.executable, *arguments(start, folder)], input=typed, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
     check(done.stdout)
 
 
 @pytest.mark.long
-def test_a_notebook_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_trains(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     cells = [nbformat.v4.new_code_cell(part.strip()) for part in (DEFINITIONS, TRAINING)]

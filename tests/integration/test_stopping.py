@@ -1,7 +1,5 @@
 """``trainer.should_stop``, set by a callback on all workers or on some: all stop at the same step."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal
@@ -55,43 +53,33 @@ class Stops(L.Callback):
 
 def train(*callbacks: Any, faults: Any = (), grid: tuple[int, int] = (2, 2), **kwargs: Any) -> tuple[L.Trainer, Any]:
     model = Regression().double()
+    val = DataLoader(DATA, batch_size=GLOBAL_BATCH // 2)
     run = fit(
-        model,
-        *grid,
-        faults,
-        data=DATA,
-        val=DataLoader(DATA, batch_size=GLOBAL_BATCH // 2),
-        max_epochs=EPOCHS,
-        max_steps=-1,
-        callbacks=list(callbacks),
-        **kwargs,
+        model, *grid, faults, data=DATA, val=val, max_epochs=EPOCHS, max_steps=-1, callbacks=list(callbacks), **kwargs
     )
     assert difference(model.state_dict(), plain_loop(Regression().double(), PASSES, run.global_step)) < 1e-10
     return run, model
 
 
-@pytest.mark.parametrize(
-    ("hook", "step"),
-    [
-        ("on_train_start", 0),
-        ("on_train_batch_end", 6),
-        ("on_validation_end", 6),
-        *(
-            pytest.param(hook, step, marks=pytest.mark.exhaustive)
-            for hook, step in [
-                ("on_fit_start", 0),
-                ("on_train_epoch_start", 0),
-                ("on_train_epoch_start", 3),
-                ("on_train_batch_start", 6),
-                ("on_before_optimizer_step", 6),
-                ("on_validation_start", 6),
-                ("on_validation_batch_end", 6),
-                ("on_train_epoch_end", 6),
-            ]
-        ),
-    ],
-)
-def test_where_all_workers_ask_they_stop_like_a_single_device(hook: str, step: int) -> None:
+@pytest.mark.parametrize(("hook", "step"), [
+    ("on_train_start", 0),
+    ("on_train_batch_end", 6),
+    ("on_validation_end", 6),
+    *(
+        pytest.param(hook, step, marks=pytest.mark.exhaustive)
+        for hook, step in [
+            ("on_fit_start", 0),
+            ("on_train_epoch_start", 0),
+            ("on_train_epoch_start", 3),
+            ("on_train_batch_start", 6),
+            ("on_before_optimizer_step", 6),
+            ("on_validation_start", 6),
+            ("on_validation_batch_end", 6),
+            ("on_train_epoch_end", 6),
+        ]
+    ),
+])  # fmt: skip
+def test_where_all_workers_ask_they_stop_like_a_single_device(hook, step):
     alone, ours = Stops(hook, step), Stops(hook, step)
     expected = on_one_device(max_epochs=EPOCHS, max_steps=-1, callbacks=[alone])
     loader = DataLoader(DATA, batch_size=GLOBAL_BATCH)
@@ -111,26 +99,21 @@ def test_where_all_workers_ask_they_stop_like_a_single_device(hook: str, step: i
     "ranks",
     [{3}, pytest.param({0}, marks=pytest.mark.exhaustive), pytest.param({0, 1, 2}, marks=pytest.mark.exhaustive)],
 )
-@pytest.mark.parametrize(
-    ("hook", "step"),
-    [
-        ("on_train_batch_end", 6),
-        *(
-            pytest.param(hook, step, marks=pytest.mark.exhaustive)
-            for hook, step in [
-                ("on_train_start", 0),
-                ("on_train_epoch_start", 4),
-                ("on_train_batch_start", 6),
-                ("on_before_optimizer_step", 6),
-                ("on_validation_end", 6),
-                ("on_train_epoch_end", 6),
-            ]
-        ),
-    ],
-)
-def test_where_only_some_ask_all_stop_together_after_one_of_the_next_steps(
-    hook: str, step: int, ranks: set[int]
-) -> None:
+@pytest.mark.parametrize(("hook", "step"), [
+    ("on_train_batch_end", 6),
+    *(
+        pytest.param(hook, step, marks=pytest.mark.exhaustive)
+        for hook, step in [
+            ("on_train_start", 0),
+            ("on_train_epoch_start", 4),
+            ("on_train_batch_start", 6),
+            ("on_before_optimizer_step", 6),
+            ("on_validation_end", 6),
+            ("on_train_epoch_end", 6),
+        ]
+    ),
+])  # fmt: skip
+def test_where_only_some_ask_all_stop_together_after_one_of_the_next_steps(hook, step, ranks):
     run, _ = train(Stops(hook, step, ranks))
     assert step < run.global_step <= step + 4  # the hooks of validations and epochs come when those end
     assert run.should_stop
@@ -157,7 +140,7 @@ class OwnClock(L.Callback):
 
 
 @pytest.mark.parametrize("seed", sampled(range(2), 1, rest=pytest.mark.long))
-def test_a_worker_that_asks_by_its_own_clock_and_dies_leaves_the_others_well(seed: int) -> None:
+def test_a_worker_that_asks_by_its_own_clock_and_dies_leaves_the_others_well(seed):
     draw = random.Random(seed)
     clock = OwnClock(draw.randrange(6), draw.uniform(0.05, 0.3), dies=True)
     run, _ = train(clock, grid=(3, 2))
@@ -166,12 +149,10 @@ def test_a_worker_that_asks_by_its_own_clock_and_dies_leaves_the_others_well(see
 
 
 @pytest.mark.long
-def test_who_joins_after_all_have_agreed_to_stop_stops_with_them() -> None:
+def test_who_joins_after_all_have_agreed_to_stop_stops_with_them():
+    faults = [Fault("kill", 1, 0, step=3)]
+    strategy = {"max_restarts": 10}
     run, _ = train(
-        Stops("on_train_batch_end", 2),
-        AwaitReplacement([5]),
-        faults=[Fault("kill", 1, 0, step=3)],
-        strategy={"max_restarts": 10},
-        min_steps=10,
+        Stops("on_train_batch_end", 2), AwaitReplacement([5]), faults=faults, strategy=strategy, min_steps=10
     )
     assert (run.global_step, rejoined(run), happened(run, "stop_requested")) == (10, [(1, 0)], [])

@@ -28,7 +28,7 @@ def evictions(run: L.Trainer) -> list[Any]:
 
 
 @pytest.mark.long
-def test_a_run_with_a_kill_goes_on_among_strangers() -> None:
+def test_a_run_with_a_kill_goes_on_among_strangers():
     model, data = Regression().double(), dataset(GLOBAL_BATCH * STEPS)
     expected = plain_loop(model, data, STEPS)
     faults = [Fault("kill", pipeline=1, stage=0, step=10), Fault("kill", pipeline=2, stage=1, step=20)]
@@ -44,22 +44,14 @@ def test_a_run_with_a_kill_goes_on_among_strangers() -> None:
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(5))
-def test_a_run_that_loses_and_replaces_workers_goes_on_among_strangers(seed: int) -> None:
+def test_a_run_that_loses_and_replaces_workers_goes_on_among_strangers(seed):
     steps = 90
     model, data = Regression().double(), dataset(GLOBAL_BATCH * steps)
     expected = plain_loop(model, data, steps)
     faults = [Fault("kill", pipeline=i % 2, stage=i // 2 % 2, step=10 + 20 * i) for i in range(4)]
     with strangers_at(os.getpid(), seed=100 * seed, count=2) as tallies:
-        run = fit(
-            model,
-            2,
-            2,
-            faults,
-            data=data,
-            max_steps=steps,
-            strategy={"max_restarts": 10},
-            callbacks=[Unhurried(), AwaitReplacement([9 + 20 * i for i in range(1, 4)])],
-        )
+        callbacks = [Unhurried(), AwaitReplacement([9 + 20 * i for i in range(1, 4)])]
+        run = fit(model, 2, 2, faults, data=data, max_steps=steps, strategy={"max_restarts": 10}, callbacks=callbacks)
     assert difference(model.state_dict(), expected) < TOLERANCE
     assert committed_steps(run) == list(range(steps))
     assert len(failures(run)) == len(faults)

@@ -76,7 +76,7 @@ KILLS = {
 
 
 @pytest.mark.parametrize("who", sampled(KILLS, 1, rest=pytest.mark.long))
-def test_a_stream_of_unknown_length_trains_the_weights_of_one_device_whoever_is_killed(who: str) -> None:
+def test_a_stream_of_unknown_length_trains_the_weights_of_one_device_whoever_is_killed(who):
     weights, run = train(Stream(SAMPLES), KILLS[who])
     assert len(failures(run)) == len(KILLS[who])
     assert run.global_step == 2 * EPOCH
@@ -86,7 +86,7 @@ def test_a_stream_of_unknown_length_trains_the_weights_of_one_device_whoever_is_
 @pytest.mark.parametrize(
     "who", sampled(["nobody", "a first stage", "the leader, then a first stage"], 1, rest=pytest.mark.long)
 )
-def test_a_limited_epoch_begins_where_the_one_before_stopped(who: str) -> None:
+def test_a_limited_epoch_begins_where_the_one_before_stopped(who):
     stream = Stream(GLOBAL_BATCH * 3 + 5, endless=True)
     weights, run = train(stream, KILLS[who], limit_train_batches=EPOCH)
     assert len(failures(run)) == len(KILLS[who])
@@ -95,7 +95,7 @@ def test_a_limited_epoch_begins_where_the_one_before_stopped(who: str) -> None:
 
 
 @pytest.mark.parametrize("stream", sampled([Stream, WithoutState], 1, rest=pytest.mark.long))
-def test_processes_that_read_in_turns_give_the_batches_of_one_device(stream: Any) -> None:
+def test_processes_that_read_in_turns_give_the_batches_of_one_device(stream):
     expected = one_device(loader(stream(SAMPLES), 1, num_workers=2))
     weights, run = train(stream(SAMPLES), KILLS["a first stage"], num_workers=2)
     assert failures(run) == [(1, 0)]
@@ -103,9 +103,7 @@ def test_processes_that_read_in_turns_give_the_batches_of_one_device(stream: Any
 
 
 @pytest.mark.parametrize("num_workers", sampled([0, 2], 1, rest=pytest.mark.long))
-def test_a_stream_without_state_trains_the_weights_of_one_device_whoever_dies_joins_or_resumes(
-    num_workers: int, tmp_path: Path
-) -> None:
+def test_a_stream_without_state_trains_the_weights_of_one_device_whoever_dies_joins_or_resumes(num_workers, tmp_path):
     expected = one_device(loader(SaysNothing(SAMPLES), 1, num_workers))
     epoch = EPOCH if num_workers == 0 else EPOCH - 1  # each process leaves an incomplete batch out
     enters_at, saved = epoch + 1, epoch + 3
@@ -122,14 +120,13 @@ def test_a_stream_without_state_trains_the_weights_of_one_device_whoever_dies_jo
     )
     assert [(event.worker, event.step) for event in happened(run, "rejoined")] == [((1, 0), enters_at)]
     assert difference(weights, expected) < TOLERANCE
-    resumed, run = train(
-        SaysNothing(SAMPLES), grid=(1, 2), num_workers=num_workers, ckpt_path=tmp_path / f"step={saved}.ckpt"
-    )
+    ckpt_path = tmp_path / f"step={saved}.ckpt"
+    resumed, run = train(SaysNothing(SAMPLES), grid=(1, 2), num_workers=num_workers, ckpt_path=ckpt_path)
     assert run.global_step == 2 * epoch
     assert difference(resumed, expected) < TOLERANCE
 
 
-def test_a_stream_that_gives_each_process_other_samples_is_an_error() -> None:
+def test_a_stream_that_gives_each_process_other_samples_is_an_error():
     """It would train on inputs of one worker and targets of another."""
     with pytest.raises(ReCycleError, match=r"digest of the samples"):
         train(ByProcess(SAMPLES))
@@ -138,7 +135,7 @@ def test_a_stream_that_gives_each_process_other_samples_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(("enters_at", "num_workers"), sampled(itertools.product([EPOCH, EPOCH + 2], [0, 2]), 1))
-def test_a_worker_that_joins_finds_the_place_in_the_stream(enters_at: int, num_workers: int) -> None:
+def test_a_worker_that_joins_finds_the_place_in_the_stream(enters_at, num_workers):
     stream = Stream(GLOBAL_BATCH * 8 + 5, endless=True)
     expected = one_device(loader(stream, 1, num_workers), limit_train_batches=EPOCH)
     weights, run = train(
@@ -156,7 +153,7 @@ def test_a_worker_that_joins_finds_the_place_in_the_stream(enters_at: int, num_w
 
 @pytest.mark.long
 @pytest.mark.parametrize("enters_at", sampled([EPOCH, EPOCH + 2], 1))
-def test_a_worker_that_joins_finds_the_place_behind_a_shuffle_buffer(enters_at: int) -> None:
+def test_a_worker_that_joins_finds_the_place_behind_a_shuffle_buffer(enters_at):
     expected = one_device(loader(shuffled(SAMPLES), 1), 3, callbacks=[AnotherOrder()])
     weights, run = train(
         shuffled(SAMPLES),
@@ -175,12 +172,9 @@ def test_a_worker_that_joins_finds_the_place_behind_a_shuffle_buffer(enters_at: 
 @pytest.mark.parametrize(
     ("step", "callbacks"),
     # Right after the end of an epoch Lightning, on one device too, leaves the next epoch's start hook out.
-    [
-        pytest.param(EPOCH + 2, [AnotherOrder()], id="mid-epoch"),
-        pytest.param(EPOCH, [], id="end of an epoch"),
-    ],
+    [pytest.param(EPOCH + 2, [AnotherOrder()], id="mid-epoch"), pytest.param(EPOCH, [], id="end of an epoch")],
 )
-def test_a_run_resumes_behind_a_shuffle_buffer(step: int, callbacks: list[L.Callback], tmp_path: Path) -> None:
+def test_a_run_resumes_behind_a_shuffle_buffer(step, callbacks, tmp_path):
     expected = one_device(loader(shuffled(SAMPLES), 1), 3, callbacks=callbacks)
     saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
     train(shuffled(SAMPLES), callbacks=[saving, *callbacks], enable_checkpointing=True, max_epochs=3)
@@ -192,7 +186,7 @@ def test_a_run_resumes_behind_a_shuffle_buffer(step: int, callbacks: list[L.Call
 @pytest.mark.parametrize(
     ("step", "limit"), sampled(itertools.product([EPOCH - 2, EPOCH, EPOCH + 1], [None, EPOCH]), 1, seed=1)
 )
-def test_another_grid_resumes_at_the_exact_sample(step: int, limit: int | None, tmp_path: Path) -> None:
+def test_another_grid_resumes_at_the_exact_sample(step, limit, tmp_path):
     def stream() -> Stream:
         return Stream(GLOBAL_BATCH * 3 + 5, endless=True) if limit else Stream(SAMPLES)
 
@@ -209,14 +203,13 @@ def test_another_grid_resumes_at_the_exact_sample(step: int, limit: int | None, 
     sampled([{}, {"max_epochs": None, "max_steps": 2 * EPOCH}], 1, rest=pytest.mark.long),
     ids=["max_epochs", "max_steps"],
 )
-def test_a_checkpoint_from_the_end_of_an_epoch_goes_on_in_the_next(ends: dict[str, Any], tmp_path: Path) -> None:
+def test_a_checkpoint_from_the_end_of_an_epoch_goes_on_in_the_next(ends, tmp_path):
     def stream() -> Stream:
         return Stream(GLOBAL_BATCH * 3 + 5, endless=True)
 
     options: dict[str, Any] = {"limit_train_batches": EPOCH, **ends}
-    train(
-        stream(), callbacks=[ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)], enable_checkpointing=True, **options
-    )
+    callbacks = [ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)]
+    train(stream(), callbacks=callbacks, enable_checkpointing=True, **options)
     weights, run = train(stream(), ckpt_path=tmp_path / "epoch=0.ckpt", **options)
     assert run.global_step == 2 * EPOCH
     assert difference(weights, going_on()) < TOLERANCE
@@ -232,7 +225,7 @@ def uneven(pipelines: int) -> DataLoader[Any]:
     [(), pytest.param((Fault("kill", 1, 1, step=2, at="validation"),), marks=pytest.mark.long)],
     ids=["nobody", "one dies"],
 )
-def test_the_metrics_of_a_stream_with_an_uneven_end_are_those_of_one_device(faults: tuple[Fault, ...]) -> None:
+def test_the_metrics_of_a_stream_with_an_uneven_end_are_those_of_one_device(faults):
     options: dict[str, Any] = {"max_epochs": 1, "max_steps": -1, "val_check_interval": 2}
     losses = []
     for run, pipelines in ((on_one_device(**options), 1), (trainer(2, 2, faults, **options), 2)):
@@ -242,9 +235,9 @@ def test_the_metrics_of_a_stream_with_an_uneven_end_are_those_of_one_device(faul
     assert abs(losses[0] - losses[1]) < TOLERANCE
 
 
-def test_predictions_of_a_stream_with_an_uneven_end_are_those_of_one_device() -> None:
+def test_predictions_of_a_stream_with_an_uneven_end_are_those_of_one_device():
     model = Regression().double()
-    one = torch.cat(on_one_device().predict(model, uneven(1)))  # type: ignore[arg-type]
-    grid = torch.cat(trainer(2, 2).predict(model, uneven(2)))  # type: ignore[arg-type]
+    one = torch.cat(on_one_device().predict(model, uneven(1)))
+    grid = torch.cat(trainer(2, 2).predict(model, uneven(2)))
     assert len(grid) == 2 * GLOBAL_BATCH + 7
     assert torch.allclose(one, grid, rtol=0, atol=TOLERANCE)

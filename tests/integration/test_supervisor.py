@@ -20,6 +20,7 @@ from support.growth import Marks, Meanwhile, mark_of
 from support.models import GLOBAL_BATCH, Regression, dataset
 from support.process_tree import descendants, is_alive, worker_processes
 from support.sampling import sampled
+from support.scripts import started
 from support.training import exact_fit, trainer, undisturbed
 from support.waiting import PATIENCE, wait_for
 from torch.utils.data import DataLoader
@@ -39,20 +40,11 @@ class Slow(L.Callback):
 @contextlib.contextmanager
 def supervised(directory: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
     """The script of ``supervised``, once it has written a few checkpoints."""
-    process = subprocess.Popen(
-        [sys.executable, str(HERE / "supervised.py"), str(directory), *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "TMPDIR": str(directory.parent)},
-    )
-    try:
+    command = [sys.executable, str(HERE / "supervised.py"), str(directory), *options]
+    with started(command, env={**os.environ, "TMPDIR": str(directory.parent)}) as process:
         wait_for(lambda: process.poll() is not None or len(list(directory.glob("*.ckpt"))) >= 2, PATIENCE)
         assert process.poll() is None, process.communicate()[1]
         yield process
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def check_end(workers: list[int], directory: Path, seconds: float = 5.0) -> None:
@@ -69,7 +61,7 @@ def check_end(workers: list[int], directory: Path, seconds: float = 5.0) -> None
 
 
 @pytest.mark.long
-def test_a_killed_launching_process_takes_its_workers_with_it(tmp_path: Path) -> None:
+def test_a_killed_launching_process_takes_its_workers_with_it(tmp_path):
     directory = tmp_path / "checkpoints"
     with supervised(directory) as process:
         workers = worker_processes(process.pid)
@@ -78,7 +70,7 @@ def test_a_killed_launching_process_takes_its_workers_with_it(tmp_path: Path) ->
 
 
 @pytest.mark.long
-def test_a_launching_process_that_stays_stopped_does_not_hold_its_workers(tmp_path: Path) -> None:
+def test_a_launching_process_that_stays_stopped_does_not_hold_its_workers(tmp_path):
     directory = tmp_path / "checkpoints"
     with supervised(directory, "impatient") as process:
         workers = worker_processes(process.pid)
@@ -93,14 +85,11 @@ def test_a_launching_process_that_stays_stopped_does_not_hold_its_workers(tmp_pa
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "signum",
-    [
-        pytest.param(signal.SIGTERM, id="SIGTERM"),
-        pytest.param(signal.SIGINT, id="SIGINT", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_a_launching_process_told_to_end_cleans_up(signum: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize("signum", [
+    pytest.param(signal.SIGTERM, id="SIGTERM"),
+    pytest.param(signal.SIGINT, id="SIGINT", marks=pytest.mark.exhaustive),
+])  # fmt: skip
+def test_a_launching_process_told_to_end_cleans_up(signum, tmp_path):
     directory = tmp_path / "checkpoints"
     with supervised(directory) as process:
         workers = worker_processes(process.pid)
@@ -115,7 +104,7 @@ def test_a_launching_process_told_to_end_cleans_up(signum: signal.Signals, tmp_p
 
 @pytest.mark.long
 @pytest.mark.parametrize("at", sampled(["start", "training"], 1, seed=1))
-def test_ctrl_c_in_a_terminal_tells_no_failures(at: str, tmp_path: Path) -> None:
+def test_ctrl_c_in_a_terminal_tells_no_failures(at, tmp_path):
     """It reaches every process of the job: the fork server and what it forks, too."""
     directory = tmp_path / "checkpoints"
     script = [sys.executable, str(HERE / "supervised.py"), str(directory), "restart"]
@@ -137,7 +126,7 @@ def any_fork_server(pid: int) -> bool:
 
 
 @pytest.mark.long
-def test_a_job_in_the_background_ignores_ctrl_c(tmp_path: Path) -> None:
+def test_a_job_in_the_background_ignores_ctrl_c(tmp_path):
     """As any program of Unix that was started with SIGINT ignored."""
     directory = tmp_path / "checkpoints"
     command = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", sys.executable, str(HERE / "supervised.py"), str(directory)]
@@ -152,7 +141,7 @@ def test_a_job_in_the_background_ignores_ctrl_c(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_stopped_launching_process_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_stopped_launching_process_goes_on_where_it_was(tmp_path):
     """As by Ctrl-Z, or in a debugger: the workers wait for it, and nobody is declared dead."""
 
     def stop(_: Any) -> None:
@@ -170,7 +159,7 @@ def test_a_stopped_launching_process_goes_on_where_it_was(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)], ids=["SIGINT", "SIGTERM"]
 )
-def test_after_an_interrupted_fit_another_one_works(signum: signal.Signals) -> None:
+def test_after_an_interrupted_fit_another_one_works(signum):
     def interrupt(_: Any) -> None:
         time.sleep(0.5)
         os.kill(os.getpid(), signum)

@@ -3,9 +3,6 @@
 None of these tests has run on a device yet. What they are made of has, on the processor.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -52,15 +49,12 @@ def regroup_seconds(run: L.Trainer) -> float:
 
 
 @pytest.mark.parametrize("faults", KILLS)
-@pytest.mark.parametrize(
-    ("device", "transport"),
-    [
-        pytest.param("cpu", "gloo", marks=pytest.mark.long),
-        pytest.param("cuda", "gloo", marks=pytest.mark.gpu),
-        pytest.param("cuda", "nccl", marks=pytest.mark.gpu),
-    ],
-)
-def test_weights_are_those_of_one_process(device: str, transport: str, faults: list[Fault]) -> None:
+@pytest.mark.parametrize(("device", "transport"), [
+    pytest.param("cpu", "gloo", marks=pytest.mark.long),
+    pytest.param("cuda", "gloo", marks=pytest.mark.gpu),
+    pytest.param("cuda", "nccl", marks=pytest.mark.gpu),
+])  # fmt: skip
+def test_weights_are_those_of_one_process(device, transport, faults):
     model = Wide().double()
     expected = plain_loop(model, dataset())
     run = train(model, device, faults, {"transport": transport})
@@ -71,7 +65,7 @@ def test_weights_are_those_of_one_process(device: str, transport: str, faults: l
 
 
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.long), CUDA])
-def test_half_precision_trains_and_survives(device: str) -> None:
+def test_half_precision_trains_and_survives(device):
     model = Wide()
     run = train(model, device, [Fault("kill", pipeline=1, stage=0, step=3)], precision="bf16-mixed")
     assert failures(run) == [(1, 0)]
@@ -83,12 +77,12 @@ class MovesOnce(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step == 2:
-            trainer.strategy.move_layers([1, 3])  # type: ignore[attr-defined]
+            trainer.strategy.move_layers([1, 3])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("transport", ["gloo", "nccl"])
-def test_layers_move_from_device_to_device(transport: str) -> None:
+def test_layers_move_from_device_to_device(transport):
     model = Wide().double()
     expected = plain_loop(model, dataset())
     run = train(model, "cuda", KILL_LATE, {"transport": transport}, callbacks=[MovesOnce()])
@@ -98,23 +92,18 @@ def test_layers_move_from_device_to_device(transport: str) -> None:
 
 
 @pytest.mark.gpu
-def test_peers_on_devices_hold_and_compute_the_same_bits() -> None:
+def test_peers_on_devices_hold_and_compute_the_same_bits():
     model = Wide().double()
     run = train(model, "cuda", strategy={"checksum_every": 1, "verify": 0.5})
     assert not {"corruption", "disputed"} & {event.kind for event in run.strategy.history}
 
 
 @pytest.mark.gpu
-def test_a_survivor_takes_no_more_than_its_plan_says(tmp_path: Path) -> None:
+def test_a_survivor_takes_no_more_than_its_plan_says(tmp_path):
     limit = 64 * MEGABYTE
     model = Heavy().double()
-    run = train(
-        model,
-        "cuda",
-        [Fault("kill", pipeline=1, stage=0, step=5)],
-        {"memory": limit},
-        callbacks=[Taken(tmp_path)],
-    )
+    faults = [Fault("kill", pipeline=1, stage=0, step=5)]
+    run = train(model, "cuda", faults, {"memory": limit}, callbacks=[Taken(tmp_path)])
     assert failures(run) == [(1, 0)]
     print("before:", Taken.read(tmp_path, 4), "after:", Taken.read(tmp_path, 3), "limit:", limit)
     assert max(Taken.read(tmp_path, 3)) <= limit
@@ -122,7 +111,7 @@ def test_a_survivor_takes_no_more_than_its_plan_says(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_compiled_layers_train_the_same(mode: str) -> None:
+def test_compiled_layers_train_the_same(mode):
     """With "reduce-overhead" each layer is a CUDA graph, and several micro-batches are in flight."""
     model, plain = Compiled(mode).double(), Wide().double()
     expected = plain_loop(plain, dataset())

@@ -17,40 +17,34 @@ from lightning_recycle.errors import ConfigurationError
 pytestmark = pytest.mark.long
 
 
-def test_weights_equal_after_a_kill_in_the_middle_of_payloads_and_sums_by_nccl() -> None:
+def test_weights_equal_after_a_kill_in_the_middle_of_payloads_and_sums_by_nccl():
     faults = [Fault("kill", pipeline=1, stage=0, step=3), Fault("kill", pipeline=0, stage=1, step=5, at="reduce")]
     run = exact_fit(Wide().double(), 3, 2, faults, strategy={"bucket_cap_mb": 0.1})
     assert failures(run) == [(1, 0), (0, 1)]
 
 
-def test_weights_equal_after_kills_that_find_their_connections_prepared() -> None:
+def test_weights_equal_after_kills_that_find_their_connections_prepared():
     faults = [Fault("kill", pipeline=1, stage=0, step=3), Fault("kill", pipeline=0, stage=1, step=6)]
-    run = exact_fit(Prepared().double(), 3, 2, faults)
-    assert failures(run) == [(1, 0), (0, 1)]
+    assert failures(exact_fit(Prepared().double(), 3, 2, faults)) == [(1, 0), (0, 1)]
 
 
-def test_a_replacement_gets_its_state_from_device_to_device() -> None:
+def test_a_replacement_gets_its_state_from_device_to_device():
     """One of the first stage, and one of the last; the second donor may have joined itself."""
     run = exact_fit(
-        Joined().double(),
-        2,
-        2,
+        Joined().double(), 2, 2,
         [Fault("kill", pipeline=1, stage=0, step=3), Fault("kill", pipeline=0, stage=1, step=8)],
-        dataset(GLOBAL_BATCH * 14),
-        strategy={"max_restarts": 10},
-        callbacks=[AwaitReplacement([7, 12])],
-        max_steps=14,
-    )
+        dataset(GLOBAL_BATCH * 14), strategy={"max_restarts": 10}, callbacks=[AwaitReplacement([7, 12])], max_steps=14,
+    )  # fmt: skip
     assert sorted(rejoined(run)) == [(0, 1), (1, 0)]
 
 
-def test_weights_equal_when_tied_gradients_are_added_by_nccl() -> None:
+def test_weights_equal_when_tied_gradients_are_added_by_nccl():
     run = exact_fit(WideTied().double(), 2, 2, [Fault("kill", pipeline=1, stage=1, step=4, at="reduce", when="after")])
     assert failures(run) == [(1, 1)]
 
 
 @pytest.mark.parametrize("at", sampled(["backward_weight", "reduce", "optimizer"], 1))
-def test_weights_equal_when_gradients_of_a_shared_layer_are_added_by_nccl(at: str) -> None:
+def test_weights_equal_when_gradients_of_a_shared_layer_are_added_by_nccl(at):
     faults = [Fault("kill", pipeline=1, stage=1, step=4, at=at)]
     options = {"bucket_cap_mb": 0.1, "rebalance": "never", "split_backward": True}
     run = exact_fit(WideShared().double(), 2, 2, faults, callbacks=[Move({1: (1.5, 2.5)})], strategy=options)
@@ -58,19 +52,19 @@ def test_weights_equal_when_gradients_of_a_shared_layer_are_added_by_nccl(at: st
     assert moves(run) == [(0, 1.5, 4)]
 
 
-def test_a_worker_whose_device_is_lost_is_lost_and_the_others_go_on() -> None:
+def test_a_worker_whose_device_is_lost_is_lost_and_the_others_go_on():
     run = exact_fit(Sticky(rank=2, step=3).double(), 2, 2)
     assert failures(run) == [(1, 0)]
     assert "CUDA error: an illegal memory access" in causes(run)[0]
 
 
-def test_nccl_that_fails_on_one_worker_costs_nothing_but_time() -> None:
+def test_nccl_that_fails_on_one_worker_costs_nothing_but_time():
     """In the generation after the kill, too, in which that worker does not try it again."""
     run = exact_fit(OnTrial().double(), 2, 2, [Fault("kill", pipeline=1, stage=0, step=3)])
     assert failures(run) == [(1, 0)]
 
 
-def test_nccl_without_cuda_devices_is_an_error_that_names_the_remedy() -> None:
+def test_nccl_without_cuda_devices_is_an_error_that_names_the_remedy():
     with pytest.raises(ConfigurationError, match=r"transport='gloo'"):
         L.Trainer(
             accelerator="cpu",
@@ -80,15 +74,15 @@ def test_nccl_without_cuda_devices_is_an_error_that_names_the_remedy() -> None:
         )
 
 
-def test_an_unknown_transport_is_refused() -> None:
+def test_an_unknown_transport_is_refused():
     with pytest.raises(ConfigurationError, match="transport='mpi'"):
-        ReCycleStrategy(communication=CommunicationOptions(transport="mpi"))  # type: ignore[arg-type]
+        ReCycleStrategy(communication=CommunicationOptions(transport="mpi"))
 
 
-def test_an_option_that_is_neither_true_nor_false_is_refused() -> None:
+def test_an_option_that_is_neither_true_nor_false_is_refused():
     with pytest.raises(ConfigurationError, match="standby_connections='no'"):
-        ReCycleStrategy(communication=CommunicationOptions(standby_connections="no"))  # type: ignore[arg-type]
+        ReCycleStrategy(communication=CommunicationOptions(standby_connections="no"))
 
 
-def test_gloo_is_the_default() -> None:
+def test_gloo_is_the_default():
     assert trainer(2, 1).strategy.options.communication.transport == "gloo"

@@ -1,10 +1,7 @@
 """Whatever users keep in their objects: a replacement has it from its peer."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -60,7 +57,6 @@ class Annealed(L.LightningModule):
     """Its loss depends on attributes that hooks set at the beginning of an epoch, here and there."""
 
     alpha = 0.0
-    bank: Tensor | None
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,19 +65,18 @@ class Annealed(L.LightningModule):
         self.register_buffer("bank", None)
 
     def on_train_epoch_start(self) -> None:
-        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        data: Any = self.trainer.datamodule
         epoch = self.current_epoch
         self.alpha = 0.5 * epoch
-        self.net[1].p = 0.1 * epoch  # type: ignore[union-attr, assignment]
+        self.net[1].p = 0.1 * epoch
         data.rate = 1 + epoch
         data.train.level = 1 + 0.25 * epoch
         rows = torch.full((1, 2), float(epoch), dtype=torch.float64, device=self.device)
         self.bank = rows if self.bank is None else torch.cat([self.bank, rows])
 
     def training_step(self, batch: Tensor, _: int) -> Tensor:
-        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        data: Any = self.trainer.datamodule
         output = self.net(batch * data.train.level)
-        assert self.bank is not None
         return (output - self.bank.mean(0)).pow(2).mean() * data.rate + self.alpha * output.mean()
 
     def configure_optimizers(self) -> Any:
@@ -104,7 +99,6 @@ class Scales(L.Callback):
 
     def on_before_optimizer_step(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
         for parameter in module.parameters():
-            assert parameter.grad is not None
             parameter.grad.mul_(0.5 + 0.1 * len(self.memory.epochs))
 
 
@@ -121,14 +115,14 @@ def _assert_same(model: nn.Module, expected: nn.Module) -> None:
         assert (parameter - other).abs().max() < 1e-10, name
 
 
-def test_a_replacement_has_what_hooks_have_set_also_when_it_becomes_the_leader_and_a_donor() -> None:
+def test_a_replacement_has_what_hooks_have_set_also_when_it_becomes_the_leader_and_a_donor():
     _, undisturbed = _train([])
     trainer, model = _train([Fault("kill", 1, 0, step=7), Fault("kill", 0, 0, step=12)])
     assert sorted(rejoined(trainer)) == [(0, 0), (1, 0)]
     _assert_same(model, undisturbed)
 
 
-def test_a_run_that_begins_again_has_what_hooks_had_set_by_the_checkpoint(tmp_path: Path) -> None:
+def test_a_run_that_begins_again_has_what_hooks_had_set_by_the_checkpoint(tmp_path):
     """Also when all processes die at once, in the middle of an epoch."""
     _, undisturbed = _train([])
     checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1, filename="{step}")
@@ -145,7 +139,7 @@ def test_a_run_that_begins_again_has_what_hooks_had_set_by_the_checkpoint(tmp_pa
         torch.load(tmp_path / "step=6.ckpt", weights_only=True)
 
 
-def test_what_is_left_in_objects_comes_home_into_the_same_objects() -> None:
+def test_what_is_left_in_objects_comes_home_into_the_same_objects():
     """As on one device: attributes of the module, a layer, a callback, its own object, data, and a sampler."""
     found = {}
     for devices in (1, 2):
@@ -158,15 +152,9 @@ def test_what_is_left_in_objects_comes_home_into_the_same_objects() -> None:
         assert scales.memory is memory
         make(callbacks=[Levels(dataset)], max_epochs=EPOCHS).fit(Plain(), loader)
         found[devices] = {
-            "alpha": model.alpha,
-            "damp": model.net[1].p,
-            "bank": model.bank.tolist(),
-            "epochs": memory.epochs,
-            "rate": data.rate,
-            "level": data.train.level,
-            "given level": dataset.level,
-            "drawn": list(sampler),
-        }
+            "alpha": model.alpha, "damp": model.net[1].p, "bank": model.bank.tolist(), "epochs": memory.epochs,
+            "rate": data.rate, "level": data.train.level, "given level": dataset.level, "drawn": list(sampler),
+        }  # fmt: skip
     assert found[2] == found[1]
     assert found[2]["given level"] == 4.0
 
@@ -229,18 +217,17 @@ class ShapedInSetup(Plain):
         return self.net.eval()(batch).square().mean()
 
 
-def test_lazy_layers_that_the_workers_have_shaped_come_home() -> None:
+def test_lazy_layers_that_the_workers_have_shaped_come_home():
     ours, theirs = ShapedInSetup(), ShapedInSetup()
     on_one_device(max_epochs=1).fit(theirs, DataLoader(Curriculum(), batch_size=8))
     grid_trainer(2, 1, max_epochs=1).fit(ours, DataLoader(Curriculum(), batch_size=4))
     _assert_same(ours, theirs)
 
 
-def test_weights_that_do_not_fit_are_kept_in_a_file_that_the_error_names(tmp_path: Path) -> None:
+def test_weights_that_do_not_fit_are_kept_in_a_file_that_the_error_names(tmp_path):
     model = GrowsInSetup()
     trainer = grid_trainer(1, 2, max_epochs=EPOCHS, default_root_dir=tmp_path)
     with pytest.raises(ReCycleError, match="do not fit into the GrowsInSetup of this process") as caught:
         trainer.fit(model, DataLoader(Curriculum(), batch_size=8))
     found = re.search(r"They are in (\S+\.pt):", str(caught.value))
-    assert found is not None
     assert torch.load(found.group(1)).keys() == {"gain.factor", *model.state_dict()}

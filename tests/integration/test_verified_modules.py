@@ -2,8 +2,6 @@
 behind when it is run once more; machines that round in another way; values that cannot be sent.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from typing import Any
@@ -79,9 +77,7 @@ def but_the_mean(module: nn.Module) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("grid", "killed"), sampled([((3, 1), False), ((3, 1), True), ((2, 2), True)], 1, rest=pytest.mark.long)
 )
-def test_a_step_of_an_ordinary_module_that_is_checked_leaves_nothing_behind(
-    grid: tuple[int, int], killed: bool
-) -> None:
+def test_a_step_of_an_ordinary_module_that_is_checked_leaves_nothing_behind(grid, killed):
     model, other = Ordinary().double(), Ordinary().double()
     faults = [Fault("kill", 0, grid[1] - 1, step=4)] if killed else []
     run = fit(model, *grid, faults, strategy=VERIFY)
@@ -95,7 +91,7 @@ def test_a_step_of_an_ordinary_module_that_is_checked_leaves_nothing_behind(
 
 
 @pytest.mark.parametrize("grid", [(3, 1), pytest.param((3, 2), marks=pytest.mark.long)])
-def test_a_wrong_result_of_an_ordinary_module_is_not_committed(grid: tuple[int, int]) -> None:
+def test_a_wrong_result_of_an_ordinary_module_is_not_committed(grid):
     model, right = Ordinary().double(), Ordinary().double()
     run = fit(model, *grid, [Fault("bitflip", 1, 0, step=3, target="matmul", every=1)], strategy=VERIFY)
     (found,) = happened(run, "corruption")
@@ -117,7 +113,7 @@ class Unlike(Regression):
 
 
 @pytest.mark.parametrize("fault", sampled([WRONG, Fault("kill", 1, 0, step=3)], 1, rest=pytest.mark.long))
-def test_a_machine_of_its_own_kind_finds_the_errors_that_do_not_come_again_itself(fault: Fault) -> None:
+def test_a_machine_of_its_own_kind_finds_the_errors_that_do_not_come_again_itself(fault):
     run = exact_fit(Unlike({0: "a", 1: "b", 2: "c"}).double(), 3, 1, [fault], strategy=VERIFY)
     found = [
         (event.worker, "got something else twice" in event.details["cause"]) for event in happened(run, "corruption")
@@ -127,7 +123,7 @@ def test_a_machine_of_its_own_kind_finds_the_errors_that_do_not_come_again_itsel
 
 
 @pytest.mark.long
-def test_machines_of_other_kinds_have_no_say() -> None:
+def test_machines_of_other_kinds_have_no_say():
     model, fault = (
         Unlike({0: "a", 1: "a", 2: "b", 3: "b"}).double(),
         replace(WRONG, microbatch=checked_microbatch(3, 4)),
@@ -156,7 +152,7 @@ class Given(Regression):
         return Unsendable(batch[0]), batch[1]
 
 
-def test_what_cannot_be_sent_is_not_checked_and_the_run_goes_on() -> None:
+def test_what_cannot_be_sent_is_not_checked_and_the_run_goes_on():
     model = Given().double()
     expected = plain_loop(Regression().double(), dataset())
     run = fit(model, 2, 1, strategy=VERIFY)
@@ -174,7 +170,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("module", "kind"), sampled(itertools.product((Regression, Ordinary), KINDS), 1))
-def test_a_broken_device_is_found_in_whatever_kind_of_training(module: Any, kind: str) -> None:
+def test_a_broken_device_is_found_in_whatever_kind_of_training(module, kind):
     options = KINDS[kind]
     is_half = "precision" in options
     model, right = (module() if is_half else module().double() for _ in range(2))

@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).parent / "logging_script.py"
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", sampled(["basic", "hydra"], 1, rest=pytest.mark.long))
-def test_records_of_workers_reach_handlers_configured_under_the_main_guard(kind: str, tmp_path: Path) -> None:
+def test_records_of_workers_reach_handlers_configured_under_the_main_guard(kind, tmp_path):
     file = tmp_path / "job.log"
     printed = output_of(SCRIPT, kind, file, timeout=PATIENCE)
     written = file.read_text()

@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hypothesis import Phase, given, settings
 from support.growth import AwaitReplacement, Marks, Meanwhile, happened, mark_of, rejoined
 from support.hostile import assault, hostile_inputs
 from support.models import GLOBAL_BATCH, Regression, dataset
+from support.scripts import started
 from support.training import committed_steps, difference, failures, fit, plain_loop, undisturbed
 from support.waiting import PATIENCE, wait_for
 
@@ -45,22 +47,17 @@ if __name__ == '__main__':
 """
 
 
-@contextlib.contextmanager
-def spare(port: int, key: str = "the key of this test", script: str = SCRIPT) -> Iterator[subprocess.Popen[str]]:
+def spare(
+    port: int, key: str = "the key of this test", script: str = SCRIPT
+) -> AbstractContextManager[subprocess.Popen[str]]:
     """A process that runs :func:`train` as a worker of the run at ``port``, for which it waits."""
     environment = {k: v for k, v in os.environ.items() if k != "RECYCLE_LISTEN"}
     environment |= {"RECYCLE_COORDINATOR": f"127.0.0.1:{port}", "RECYCLE_KEY": key}
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([sys.executable, "-c", script], cwd=HERE, env=environment, **pipes)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
+    return started([sys.executable, "-c", script], cwd=HERE, env=environment)
 
 
 @pytest.mark.long
-def test_a_worker_from_outside_takes_the_place_of_a_lost_one(port: int) -> None:
+def test_a_worker_from_outside_takes_the_place_of_a_lost_one(port):
     with spare(port) as process:
         model, run = train(Fault("kill", 1, 0, step=2))
         output, errors = process.communicate(timeout=PATIENCE)
@@ -97,7 +94,7 @@ class AwaitSpare(L.Callback):
 
 
 @pytest.mark.long
-def test_a_spare_that_nobody_needed_ends_with_the_run(port: int) -> None:
+def test_a_spare_that_nobody_needed_ends_with_the_run(port):
     with spare(port) as process:
         _, run = train(callbacks=[AwaitSpare()])
         _, errors = process.communicate(timeout=PATIENCE)
@@ -106,7 +103,7 @@ def test_a_spare_that_nobody_needed_ends_with_the_run(port: int) -> None:
 
 
 @pytest.mark.long
-def test_an_evicted_worker_from_outside_that_wakes_up_is_fenced(port: int, tmp_path: Path) -> None:
+def test_an_evicted_worker_from_outside_that_wakes_up_is_fenced(port, tmp_path):
     """Nobody can kill it where it is; but the connection that would let it back in is gone."""
     callbacks = [AwaitReplacement([6], pace=0.1), HeartbeatCallback(interval=0.2, timeout=1.5)]
     data = dataset(GLOBAL_BATCH * 30)
@@ -121,7 +118,7 @@ def test_an_evicted_worker_from_outside_that_wakes_up_is_fenced(port: int, tmp_p
 
 
 @pytest.mark.long
-def test_a_training_goes_on_whatever_strangers_say_to_its_port(port: int, tmp_path: Path) -> None:
+def test_a_training_goes_on_whatever_strangers_say_to_its_port(port, tmp_path):
     ended = threading.Event()
     said = 0
 
@@ -159,20 +156,15 @@ class Unhurried(L.Callback):
         wait_for(lambda: trainer.global_step != 8 or self._sign.exists(), 60)
 
 
-@pytest.mark.parametrize(
-    ("variables", "words"),
-    [
-        ({"RECYCLE_COORDINATOR": "127.0.0.1:9"}, ["RECYCLE_COORDINATOR=127.0.0.1:9", "RECYCLE_LISTEN"]),
-        ({"RECYCLE_COORDINATOR": "somewhere"}, ["RECYCLE_COORDINATOR='somewhere'", "host:port"]),
-        ({"RECYCLE_COORDINATOR": "127.0.0.1:9", "RECYCLE_KEY": ""}, ["RECYCLE_KEY is not set"]),
-        ({"RECYCLE_LISTEN": "127.0.0.1:0", "RECYCLE_KEY": ""}, ["RECYCLE_KEY is not set"]),
-        ({"RECYCLE_COORDINATOR": "127.0.0.1:9", "RECYCLE_KEY": "guess me"}, ["RECYCLE_KEY has 8 bytes", "at least 16"]),
-        ({"RECYCLE_LISTEN": "127.0.0.1:0", "RECYCLE_KEY": "guess me"}, ["RECYCLE_KEY has 8 bytes", "/dev/urandom"]),
-    ],
-)
-def test_a_wrong_address_or_a_missing_key_is_refused(
-    variables: dict[str, str], words: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("variables", "words"), [
+    ({"RECYCLE_COORDINATOR": "127.0.0.1:9"}, ["RECYCLE_COORDINATOR=127.0.0.1:9", "RECYCLE_LISTEN"]),
+    ({"RECYCLE_COORDINATOR": "somewhere"}, ["RECYCLE_COORDINATOR='somewhere'", "host:port"]),
+    ({"RECYCLE_COORDINATOR": "127.0.0.1:9", "RECYCLE_KEY": ""}, ["RECYCLE_KEY is not set"]),
+    ({"RECYCLE_LISTEN": "127.0.0.1:0", "RECYCLE_KEY": ""}, ["RECYCLE_KEY is not set"]),
+    ({"RECYCLE_COORDINATOR": "127.0.0.1:9", "RECYCLE_KEY": "guess me"}, ["RECYCLE_KEY has 8 bytes", "at least 16"]),
+    ({"RECYCLE_LISTEN": "127.0.0.1:0", "RECYCLE_KEY": "guess me"}, ["RECYCLE_KEY has 8 bytes", "/dev/urandom"]),
+])  # fmt: skip
+def test_a_wrong_address_or_a_missing_key_is_refused(variables, words, monkeypatch):
     for name, value in {"RECYCLE_KEY": "any key of the run", "MARKS": ".", **variables}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("RECYCLE_CONNECT_SECONDS", "0.5")  # to wait for one that starts late
@@ -181,7 +173,7 @@ def test_a_wrong_address_or_a_missing_key_is_refused(
     assert all(word in str(caught.value) for word in words), caught.value
 
 
-def test_a_wrong_key_is_refused_on_both_sides(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_a_wrong_key_is_refused_on_both_sides(monkeypatch, caplog):
     listener = Listener(("127.0.0.1", 0), b"the key of the run", workers=4, wake=lambda: None)
     listener.start()
     try:

@@ -1,7 +1,5 @@
 """Tensors that training steps write are those of an undisturbed run, whoever runs the micro-batches."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -87,14 +85,14 @@ KILL = Fault("kill", 0, 0, step=3)
 @pytest.mark.parametrize(
     ("way", "at"), sampled([("assigned", 0), ("data", 0), ("in place", 3)], 1, rest=pytest.mark.long)
 )
-def test_a_survivor_writes_what_each_would_have(way: str, at: int) -> None:
+def test_a_survivor_writes_what_each_would_have(way, at):
     calm, killed = SelfSupervised(way), SelfSupervised(way)
     on_grid(calm)
     assert failures(on_grid(killed, [Fault("kill", 0, 0, step=at)])) == [(0, 0)]
     assert difference(parameters(calm), parameters(killed)) < 1e-12
 
 
-def test_a_replacement_has_the_values_of_all_micro_batches() -> None:
+def test_a_replacement_has_the_values_of_all_micro_batches():
     calm, killed = SelfSupervised("data"), SelfSupervised("data")
     on_grid(calm, num_microbatches=2)
     faults = [Fault("kill", 0, 0, step=1), Fault("kill", 1, 0, step=4)]
@@ -115,7 +113,7 @@ class Large(SelfSupervised):
         return super().training_step(batch, batch_idx)
 
 
-def test_what_is_too_large_to_be_kept_is_refused_by_name_once_its_worker_is_lost() -> None:
+def test_what_is_too_large_to_be_kept_is_refused_by_name_once_its_worker_is_lost():
     on_grid(Large())
     with pytest.raises(UnsupportedFeatureError, match=r"centre is written in a training step"):
         on_grid(Large(), [KILL])
@@ -144,7 +142,7 @@ class InStages(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_with_several_stages_a_write_counts_once_a_step() -> None:
+def test_with_several_stages_a_write_counts_once_a_step():
     model = InStages()
     run = on_grid(model, pipeline_parallel_size=2, layers="layers", num_microbatches=2)
     assert model.layers[0].calls == run.global_step

@@ -1,7 +1,5 @@
 """What an override of ``optimizer_zero_grad`` leaves in ``.grad`` counts, as on one device, whoever dies."""
 
-from __future__ import annotations
-
 import itertools
 from functools import cache
 from typing import Any
@@ -118,9 +116,7 @@ CASES = itertools.product(ZEROINGS, (1, 2), (None, 0.05), (1, 2), (1, 4), FATES)
 
 
 @pytest.mark.parametrize(("how", "accumulate", "clip", "stages", "microbatches", "fate"), sampled(CASES, 10, seed=3))
-def test_what_an_override_leaves_counts(
-    how: str, accumulate: int, clip: float | None, stages: int, microbatches: int, fate: str
-) -> None:
+def test_what_an_override_leaves_counts(how, accumulate, clip, stages, microbatches, fate):
     check(Zeroing, how, accumulate, clip, stages, microbatches, fate)
 
 
@@ -128,7 +124,5 @@ PLAIN = itertools.product(("nothing", "kept", "ones"), (1, 2), (1, 2), (1, 4), F
 
 
 @pytest.mark.parametrize(("how", "accumulate", "stages", "microbatches", "fate"), sampled(PLAIN, 3, seed=4))
-def test_what_hooks_put_before_zeroing_is_dropped(
-    how: str, accumulate: int, stages: int, microbatches: int, fate: str
-) -> None:
+def test_what_hooks_put_before_zeroing_is_dropped(how, accumulate, stages, microbatches, fate):
     check(Plain, how, accumulate, None, stages, microbatches, fate)

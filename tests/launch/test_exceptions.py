@@ -1,7 +1,5 @@
 """Exceptions keep class, message and attributes between processes."""
 
-from __future__ import annotations
-
 import pickle
 import sys
 import threading
@@ -69,19 +67,16 @@ def sent(error: BaseException) -> Any:
     return pickle.loads(data)
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        Pruned(3, 0.5),
-        Pruned(trial=3, value=0.5),
-        Slotted(trial=3),
-        Frozen(3),
-        Missing(3),
-        PicklesItself(3, "text"),
-        PicklesItselfWrongly(3, "text"),
-    ],
-)
-def test_class_message_and_attributes_arrive(error: Any) -> None:
+@pytest.mark.parametrize("error", [
+    Pruned(3, 0.5),
+    Pruned(trial=3, value=0.5),
+    Slotted(trial=3),
+    Frozen(3),
+    Missing(3),
+    PicklesItself(3, "text"),
+    PicklesItselfWrongly(3, "text"),
+])  # fmt: skip
+def test_class_message_and_attributes_arrive(error):
     arrived = sent(error)
     assert type(arrived) is type(error)
     assert str(arrived) == str(error)
@@ -89,7 +84,7 @@ def test_class_message_and_attributes_arrive(error: Any) -> None:
     assert arrived.trial == 3
 
 
-def test_what_built_in_classes_keep_besides_their_arguments_arrives() -> None:
+def test_what_built_in_classes_keep_besides_their_arguments_arrives():
     assert str(sent(Prefixed("text"))) == "prefix text"
     arrived = sent(Missing(3))
     assert (arrived.errno, arrived.filename) == (2, "3.txt")
@@ -98,14 +93,13 @@ def test_what_built_in_classes_keep_besides_their_arguments_arrives() -> None:
     assert sent(ImportError("no", name="module")).name == "module"
 
 
-def test_members_that_cannot_be_pickled_are_left_out() -> None:
-    error = Pruned(3, threading.Lock())
-    arrived = sent(error)
+def test_members_that_cannot_be_pickled_are_left_out():
+    arrived = sent(Pruned(3, threading.Lock()))
     assert (type(arrived), arrived.trial, hasattr(arrived, "value")) == (Pruned, 3, False)
     assert sent(ValueError(threading.Lock())).args[0].startswith("<unlocked")
 
 
-def test_classes_without_a_name_arrive() -> None:
+def test_classes_without_a_name_arrive():
     class Local(Pruned):
         pass
 
@@ -113,7 +107,7 @@ def test_classes_without_a_name_arrive() -> None:
     assert (type(arrived).__name__, arrived.trial, arrived.value) == ("Local", 3, 0.5)
 
 
-def test_a_class_that_cannot_be_pickled_has_no_pickle() -> None:
+def test_a_class_that_cannot_be_pickled_has_no_pickle():
     class Local(ValueError):
         lock = threading.Lock()
 
@@ -125,7 +119,7 @@ def test_a_class_that_cannot_be_pickled_has_no_pickle() -> None:
 
 class Bug(nn.Module):
     def forward(self, x: Any) -> Any:
-        return torch.nn.functional.linear(x, None)  # type: ignore[arg-type]
+        return torch.nn.functional.linear(x, None)
 
 
 def raised(function: Callable[[], Any]) -> BaseException:
@@ -142,29 +136,29 @@ def chained() -> Any:
         raise ValueError("from a type error") from error
 
 
-def test_what_leads_to_the_users_code_is_left_out_and_what_follows_is_shown() -> None:
+def test_what_leads_to_the_users_code_is_left_out_and_what_follows_is_shown():
     text = from_users_code(raised(lambda: nn.Sequential(Bug())(torch.ones(1))))
     assert "in forward" in text.splitlines()[1]
     assert "container.py" not in text
     assert text.splitlines()[-1].startswith("TypeError")
 
 
-def test_an_exception_without_users_code_is_shown_whole() -> None:
+def test_an_exception_without_users_code_is_shown_whole():
     text = from_users_code(raised(lambda: nn.Sequential(nn.Linear(1, 2), nn.Linear(1, 2))(torch.ones(1))))
     assert "container.py" in text
     assert "linear.py" in text
-    text = from_users_code(raised(lambda: suspicion_of(3)))  # type: ignore[arg-type]
+    text = from_users_code(raised(lambda: suspicion_of(3)))
     assert "machine_errors.py" in text
 
 
-def test_of_an_error_with_a_remedy_the_frames_that_lead_to_it_are_left_out() -> None:
+def test_of_an_error_with_a_remedy_the_frames_that_lead_to_it_are_left_out():
     text = from_users_code(raised(lambda: check_optimizers([])))
     assert text.count("  File ") == 1
     assert "trainer_checks.py" in text
     assert "torch.optim.AdamW(self.parameters())" in text
 
 
-def test_an_error_in_a_layer_of_torch_is_shown_from_that_layer_on() -> None:
+def test_an_error_in_a_layer_of_torch_is_shown_from_that_layer_on():
     layers = [nn.Linear(1, 2), nn.Linear(1, 2)]
     stage = Stage(layers, 0, 1, torch.device("cpu"))
     text = from_users_code(raised(lambda: stage.forward(0, 0, torch.ones(3, 1), split_backward=False)))
@@ -175,7 +169,7 @@ def test_an_error_in_a_layer_of_torch_is_shown_from_that_layer_on() -> None:
         assert "(3, 2) torch.float32" in text
 
 
-def test_the_cause_of_an_exception_is_shown_likewise() -> None:
+def test_the_cause_of_an_exception_is_shown_likewise():
     text = from_users_code(raised(lambda: chained()))
     first, second = text.split("The above exception was the direct cause of the following exception:")
     assert "in chained" in first
@@ -191,7 +185,7 @@ def users_outer() -> Any:
     return retry_connecting(users_inner, 0.0, "")
 
 
-def test_frames_of_the_package_between_those_of_the_user_are_left_out() -> None:
+def test_frames_of_the_package_between_those_of_the_user_are_left_out():
     text = from_users_code(raised(lambda: users_outer()))
     assert "in users_outer" in text
     assert "in users_inner" in text
@@ -199,7 +193,7 @@ def test_frames_of_the_package_between_those_of_the_user_are_left_out() -> None:
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python has no exception groups")
-def test_members_of_a_group_are_shown_likewise() -> None:
+def test_members_of_a_group_are_shown_likewise():
     def grouped() -> None:
         raise ExceptionGroup(  # noqa: F821 - of Python 3.11
             "both", [raised(lambda: users_outer()), raised(lambda: nn.Sequential(Bug())(torch.ones(1)))]

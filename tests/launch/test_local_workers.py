@@ -16,7 +16,8 @@ import psutil
 import pytest
 from support.process_tree import is_alive
 from support.sampling import sampled
-from support.waiting import PATIENCE, next_line, wait_for
+from support.scripts import completed
+from support.waiting import next_line, wait_for
 
 from lightning_recycle.launch.worker_group import LocalWorker, LocalWorkerGroup, _ensure_fork_server
 
@@ -28,7 +29,7 @@ def lose(worker: LocalWorker) -> None:
     assert worker.describe_exit(SECONDS) == "it was killed by SIGKILL"
 
 
-def test_workers_that_ended_hold_no_descriptors_while_the_run_goes_on() -> None:
+def test_workers_that_ended_hold_no_descriptors_while_the_run_goes_on():
     with LocalWorkerGroup(time.sleep, None) as group:
         survivor = group.start(SECONDS, "survivor")
         open_descriptors = []
@@ -41,7 +42,7 @@ def test_workers_that_ended_hold_no_descriptors_while_the_run_goes_on() -> None:
         assert survivor.describe_exit(0.0) is None
 
 
-def test_a_worker_that_somebody_may_still_ask_about_is_kept() -> None:
+def test_a_worker_that_somebody_may_still_ask_about_is_kept():
     with LocalWorkerGroup(time.sleep, None) as group:
         watched, released = group.start(SECONDS, "watched"), group.start(SECONDS, "released")
         lose(watched)
@@ -57,7 +58,7 @@ def fork_server(of: int | None = None) -> psutil.Process:
 
 
 @pytest.mark.long
-def test_workers_outlive_their_fork_server() -> None:
+def test_workers_outlive_their_fork_server():
     with LocalWorkerGroup(time.sleep, None) as group:
         killed, ends = group.start(SECONDS, "killed"), group.start(3.0, "ends")
         fork_server().kill()
@@ -71,7 +72,7 @@ def test_workers_outlive_their_fork_server() -> None:
 
 
 @pytest.mark.parametrize("status", [7, 255, -signal.SIGKILL])
-def test_how_a_worker_ended_is_known_also_if_others_ask_about_all_processes(status: int) -> None:
+def test_how_a_worker_ended_is_known_also_if_others_ask_about_all_processes(status):
     """As each start of a process does, such as that of a replacement in another thread."""
     with LocalWorkerGroup(time.sleep if status < 0 else os._exit, None) as group:
         worker = group.start(SECONDS if status < 0 else status, "ends")
@@ -85,9 +86,7 @@ def test_how_a_worker_ended_is_known_also_if_others_ask_about_all_processes(stat
 
 
 @pytest.mark.long
-def test_a_stopped_fork_server_is_replaced_and_how_its_workers_end_is_not_known(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_stopped_fork_server_is_replaced_and_how_its_workers_end_is_not_known(caplog):
     with LocalWorkerGroup(time.sleep, None) as group:
         worker, ends = group.start(SECONDS, "killed"), group.start(SECONDS, "killed, too")
         server = fork_server()
@@ -125,12 +124,10 @@ if __name__ == "__main__":
 
 @pytest.mark.long
 @pytest.mark.parametrize("when", ["in the run", "after it"])
-def test_a_stopped_fork_server_does_not_outlive_the_launching_process(when: str, tmp_path: Path) -> None:
+def test_a_stopped_fork_server_does_not_outlive_the_launching_process(when, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(STOPPED)
-    done = subprocess.run(
-        [sys.executable, str(script), when], capture_output=True, text=True, timeout=PATIENCE, check=True
-    )
+    done = completed([sys.executable, str(script), when], check=True)
     server = int(done.stdout)
     try:
         assert wait_for(lambda: not is_alive(server), 5.0)
@@ -167,13 +164,13 @@ if __name__ == "__main__":
 
 
 @pytest.mark.long
-def test_workers_that_are_lost_with_their_dataloader_processes_leave_no_folders(tmp_path: Path) -> None:
+def test_workers_that_are_lost_with_their_dataloader_processes_leave_no_folders(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(LOADS)
     command = [sys.executable, str(script), str(tmp_path / "first"), str(tmp_path / "second")]
     with tempfile.TemporaryDirectory() as temporary:  # of a short name, for the paths of sockets
         environment = {**os.environ, "TMPDIR": temporary}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=True)
+        done = completed(command, env=environment, check=True)
         assert done.stdout == "it was killed by SIGKILL\n" * 2
         assert list(Path(temporary).glob("pymp-*")) == []
 
@@ -183,14 +180,14 @@ def exit_with_what_is_wrong(_: object) -> None:
     sys.exit(None if frozen and imported and gc.isenabled() else f"{gc.get_freeze_count()}, {imported}")
 
 
-def test_the_collector_of_a_worker_works_and_leaves_alone_what_was_imported_for_it() -> None:
+def test_the_collector_of_a_worker_works_and_leaves_alone_what_was_imported_for_it():
     with LocalWorkerGroup(exit_with_what_is_wrong, None) as group:
         assert group.start(None, "worker").describe_exit(SECONDS) == "it exited with code 0"
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("server_dies", sampled([False, True], 1))
-def test_workers_end_with_a_killed_launching_process_even_stopped_ones(server_dies: bool) -> None:
+def test_workers_end_with_a_killed_launching_process_even_stopped_ones(server_dies):
     script = Path(__file__).with_name("local_workers_script.py")
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as launcher:
         workers = [int(next_line(launcher)) for _ in range(2)]
@@ -206,9 +203,7 @@ def exit_with_sum(payload: Any) -> None:
     os._exit(sum(payload.load()))
 
 
-def test_every_worker_reads_what_it_is_given_and_no_folder_has_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_worker_reads_what_it_is_given_and_no_folder_has_it(tmp_path, monkeypatch):
     _ensure_fork_server()  # its socket stays for later tests
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # other tests write to the usual one
     with LocalWorkerGroup(exit_with_sum, [1, 2, 3] + [0] * 1_000_000) as group:
@@ -218,7 +213,7 @@ def test_every_worker_reads_what_it_is_given_and_no_folder_has_it(
 
 
 @pytest.mark.long
-def test_a_folder_for_temporary_files_whose_path_is_too_long_is_named(tmp_path: Path) -> None:
+def test_a_folder_for_temporary_files_whose_path_is_too_long_is_named(tmp_path):
     folder = tmp_path / ("long" * 30)
     folder.mkdir()
     code = (
@@ -227,13 +222,7 @@ def test_a_folder_for_temporary_files_whose_path_is_too_long_is_named(tmp_path: 
         "try:\n    _ensure_fork_server()\n"
         "except WorkerStartError as error:\n    print(error)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "TMPDIR": str(folder)},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=True,
-    )
+    env = {**os.environ, "TMPDIR": str(folder)}
+    done = completed([sys.executable, "-c", code], env=env, check=True)
     assert str(folder) in done.stdout
     assert "Set TMPDIR" in done.stdout

@@ -1,7 +1,5 @@
 """Log records on their way from workers to the handlers of the launching process."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -77,10 +75,10 @@ def log_one_of_each(logs: Any) -> None:
         logger.exception("raised")
 
 
-def test_a_record_keeps_its_text_level_origin_and_traceback(kept: Kept) -> None:
+def test_a_record_keeps_its_text_level_origin_and_traceback(kept):
     run(log_one_of_each)
     first, long, lone, raised = kept.records
-    assert (first.getMessage(), first.levelname, first.sizes) == ("with arguments", "INFO", [1, 2])  # type: ignore[attr-defined]
+    assert (first.getMessage(), first.levelname, first.sizes) == ("with arguments", "INFO", [1, 2])
     assert first.process != os.getpid()
     assert (long.name, long.levelname) == ("worked.child", "WARNING")
     assert long.getMessage().endswith(" more characters]")
@@ -99,9 +97,7 @@ def log_many(logs: Any, count: int, is_through: Any, is_written: Any) -> None:
     logger.info("last")
 
 
-def test_a_handler_that_hangs_holds_up_no_worker_and_lost_records_are_counted(
-    kept: Kept, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_handler_that_hangs_holds_up_no_worker_and_lost_records_are_counted(kept, caplog):
     kept.may_write.clear()
     context = fork_context()
     is_through, is_written, count = context.Event(), context.Event(), 20_000
@@ -132,7 +128,7 @@ def log_until_killed(logs: Any) -> None:
         logger.info("%d %s", number, "x" * 5000)
 
 
-def test_a_worker_that_is_killed_leaves_whole_records_and_others_go_on(kept: Kept) -> None:
+def test_a_worker_that_is_killed_leaves_whole_records_and_others_go_on(kept):
     logs, context = LogForwarding(), fork_context()
     workers = [context.Process(target=log_until_killed, args=(logs,)) for _ in range(2)]
     for worker in workers:

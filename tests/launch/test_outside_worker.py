@@ -21,7 +21,7 @@ PASSING = [
 
 
 @pytest.fixture
-def paused(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def paused(monkeypatch) -> list[float]:
     """The pauses between attempts, which take no time here."""
     pauses: list[float] = []
     monkeypatch.setattr(time, "sleep", pauses.append)
@@ -29,9 +29,7 @@ def paused(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 @pytest.mark.parametrize("error", PASSING, ids=lambda error: type(error).__name__)
-def test_what_may_pass_is_waited_for_at_growing_intervals(
-    error: Exception, paused: list[float], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_may_pass_is_waited_for_at_growing_intervals(error, paused, caplog):
     attempts = iter([error] * 8)
 
     def connect() -> str:
@@ -47,7 +45,7 @@ def test_what_may_pass_is_waited_for_at_growing_intervals(
     assert "No coordinator can be reached at node:1 yet" in caplog.text
 
 
-def test_after_the_deadline_the_newest_error_is_raised(paused: list[float]) -> None:
+def test_after_the_deadline_the_newest_error_is_raised(paused):
     def connect() -> None:
         raise ConnectionRefusedError("still nobody")
 
@@ -57,7 +55,7 @@ def test_after_the_deadline_the_newest_error_is_raised(paused: list[float]) -> N
 
 
 @pytest.mark.parametrize("error", [Refused("another key"), VersionMismatch("another version")])
-def test_what_does_not_pass_is_raised_at_once(error: Exception, paused: list[float]) -> None:
+def test_what_does_not_pass_is_raised_at_once(error, paused):
     def connect() -> None:
         raise error
 
@@ -67,7 +65,7 @@ def test_what_does_not_pass_is_raised_at_once(error: Exception, paused: list[flo
 
 
 @pytest.mark.parametrize("text", ["soon", "-1", "nan", "inf"])
-def test_how_long_to_try_is_a_number_of_seconds(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_long_to_try_is_a_number_of_seconds(text, monkeypatch):
     monkeypatch.setenv("RECYCLE_CONNECT_SECONDS", text)
     with pytest.raises(ConfigurationError, match=f"RECYCLE_CONNECT_SECONDS='{text}'"):
         check_workers_environment()

@@ -87,11 +87,11 @@ def waits() -> set[str]:
             calls = ast.walk(function) if isinstance(function, ast.FunctionDef) else ()
             names = (call.func for call in calls if isinstance(call, ast.Call))
             if any((getattr(name, "attr", None) or getattr(name, "id", "")) in WAITS for name in names):
-                found.add(f"{path.relative_to(PACKAGE).as_posix()} {function.name}")  # type: ignore[attr-defined]
+                found.add(f"{path.relative_to(PACKAGE).as_posix()} {function.name}")
     return found
 
 
-def test_each_wait_has_an_addressee_and_a_test_in_which_that_is_gone() -> None:
+def test_each_wait_has_an_addressee_and_a_test_in_which_that_is_gone():
     assert waits() == ADDRESSEES.keys()
     texts = [path.read_text() for path in TESTS.rglob("test_*.py")]
     for what, (_, name) in ADDRESSEES.items():
@@ -127,7 +127,7 @@ class Group(WorkerGroup):
 
 
 @pytest.mark.parametrize("dies", [False, True])
-def test_of_all_processes_only_those_are_waited_for_that_complete_something(dies: bool) -> None:
+def test_of_all_processes_only_those_are_waited_for_that_complete_something(dies):
     """Not for one that was started a moment ago, to replace a worker that is lost."""
     group = Group()
     writer, newborn = group.start(0.2, "writer"), group.start(10 * PATIENCE, "newborn")
@@ -138,5 +138,5 @@ def test_of_all_processes_only_those_are_waited_for_that_complete_something(dies
     began = time.monotonic()
     group.end([writer], patience=10 * PATIENCE)
     assert time.monotonic() - began < PATIENCE
-    assert newborn.was_killed  # type: ignore[attr-defined]
+    assert newborn.was_killed
     assert not writer.was_killed

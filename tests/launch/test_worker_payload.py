@@ -1,7 +1,5 @@
 """What the launching process sends to workers: its settings, and an error for what cannot be sent."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import threading
@@ -23,7 +21,7 @@ def _no_resolvers_stay() -> Iterator[None]:
     OmegaConf.clear_resolvers()
 
 
-def test_resolvers_registered_in_a_function_travel_and_one_that_cannot_does_not_end_the_run() -> None:
+def test_resolvers_registered_in_a_function_travel_and_one_that_cannot_does_not_end_the_run():
     factor, lock = 2, threading.Lock()
     OmegaConf.register_new_resolver("times", lambda x: factor * x)
     OmegaConf.register_new_resolver("locked", lambda x: (lock, x))
@@ -43,7 +41,7 @@ class Refuses:
         raise TypeError("it holds a connection")
 
 
-def test_something_that_refuses_to_be_pickled_is_named_with_its_reason() -> None:
+def test_something_that_refuses_to_be_pickled_is_named_with_its_reason():
     call = SimpleNamespace(arguments={"model": {"helpers": [1, Refuses()]}}, trainer=None)
     expected = r"model\['helpers'\]\[1\] cannot be sent to the worker processes: TypeError: it holds a connection\."
     with pytest.raises(ConfigurationError, match=expected):

@@ -1,10 +1,10 @@
 """Helper processes import the package that this process has, whatever lies in the working directory."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support.scripts import completed
 
 import lightning_recycle
 
@@ -32,13 +32,13 @@ if __name__ == "__main__":
 
 @pytest.mark.long
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 puts the working directory first in any case")
-def test_a_package_in_the_working_directory_is_not_imported_instead(tmp_path: Path) -> None:
+def test_a_package_in_the_working_directory_is_not_imported_instead(tmp_path):
     other = tmp_path / "here" / "lightning_recycle"
     other.mkdir(parents=True)
     (other / "__init__.py").write_text("raise RuntimeError('the package of the working directory')")
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(root=str(PACKAGE.parent)))
-    done = subprocess.run([sys.executable, script], cwd=other.parent, capture_output=True, text=True, check=False)
+    done = completed([sys.executable, script], cwd=other.parent)
     assert done.returncode == 0, done.stderr
     assert f"worker {PACKAGE / '__init__.py'}" in done.stdout
     assert "planner AttributeError: module 'lightning_recycle.planning.child_process' has no" in done.stdout

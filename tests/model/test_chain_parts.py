@@ -1,7 +1,5 @@
 """The stages of an ordinary module, one after another in this process: gradients are those of the whole."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import random
@@ -206,12 +204,12 @@ class Checkpointed(Transformer):
         return self.drop(self.head(h))
 
     def run(self, block: nn.Module, h: Tensor) -> Tensor:
-        return checkpoint(block, h, use_reentrant=False)  # type: ignore[no-any-return]
+        return checkpoint(block, h, use_reentrant=False)
 
 
 class Drawn(Checkpointed):
     def run(self, block: nn.Module, h: Tensor) -> Tensor:
-        return block(h)  # type: ignore[no-any-return]
+        return block(h)
 
 
 class Expert(nn.Module):
@@ -267,7 +265,7 @@ class KeepsBeside(Transformer):
             if isinstance(part, Expert):
                 assert (len(part.parts), len(part.undeclared)) == (2, 1)
                 total = total + sum(part.parts) + part.undeclared["norm"]
-        return total  # type: ignore[no-any-return]
+        return total
 
     def loss(self, output: Tensor, batch: Any) -> Tensor:
         loss = super().loss(output, batch) + self.beside()
@@ -313,15 +311,11 @@ def stages_of(model: Model, num_stages: int, partition: Any = "count", pipeline:
         cut = parts.cut(num_stages, partition)
         parts.keep(cut, index)
         stage = Stage(
-            parts.modules("training", cut[index], NoRecorder()),  # type: ignore[arg-type]
-            cut[index].start,
-            SEED,
-            CPU,
+            parts.modules("training", cut[index], NoRecorder()), cut[index].start, SEED, CPU,
             loss=parts.loss if index == num_stages - 1 else None,
-            evaluation_layers=parts.modules("evaluation", cut[index], NoRecorder()),  # type: ignore[arg-type]
-            loss_name=parts.loss_name,
+            evaluation_layers=parts.modules("evaluation", cut[index], NoRecorder()), loss_name=parts.loss_name,
             takes_target=parts.takes_target,
-        )
+        )  # fmt: skip
         found.append((parts, stage))
     return found
 
@@ -348,10 +342,7 @@ def whole(model: Model) -> dict[str, Tensor]:
     return {"loss": loss.detach(), **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}}
 
 
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.allclose(found[name], value, rtol=0, atol=1e-12), name
+assert_equal = partial(torch.testing.assert_close, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("split_backward", [False, True], ids=["fused", "split"])
@@ -359,21 +350,21 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize(
     "model", [Plain, Transformer, AroundTheChain, Tuples, WholeTuples, Scaled, Shared, KeepsBeside, CheckpointedBlocks]
 )
-def test_loss_and_gradients_are_those_of_the_whole(model: type[Model], num_stages: int, split_backward: bool) -> None:
+def test_loss_and_gradients_are_those_of_the_whole(model, num_stages, split_backward):
     assert_equal(gradients(made(model), num_stages, split_backward), whole(made(model)))
 
 
-def test_checkpoints_around_layers_keep_their_arguments_where_the_memory_of_a_step_is_measured() -> None:
+def test_checkpoints_around_layers_keep_their_arguments_where_the_memory_of_a_step_is_measured():
     with saved_tensors():
         assert_equal(gradients(made(CheckpointedBlocks), 2), whole(made(CheckpointedBlocks)))
 
 
-def test_the_ends_of_a_pipeline_need_only_one_layer_each() -> None:
+def test_the_ends_of_a_pipeline_need_only_one_layer_each():
     for partition in ([1, 2, 1], [2, 1, 1], [1, 1, 2]):
         assert_equal(gradients(made(Transformer), 3, partition=partition), whole(made(Transformer)))
 
 
-def test_randomness_does_not_depend_on_the_number_of_stages_or_on_checkpoints() -> None:
+def test_randomness_does_not_depend_on_the_number_of_stages_or_on_checkpoints():
     """Also what is drawn before the chain: the first and the last stage draw the same."""
     expected = gradients(made(Drawn), 2)
     for model in (Drawn, Checkpointed):
@@ -383,7 +374,7 @@ def test_randomness_does_not_depend_on_the_number_of_stages_or_on_checkpoints() 
     assert not torch.allclose(expected["loss"], whole(made(Drawn))["loss"])
 
 
-def test_all_generators_draw_the_same_on_both_ends() -> None:
+def test_all_generators_draw_the_same_on_both_ends():
     """As in mixup: an own draw on the last stage would weigh losses of other inputs."""
     expected = gradients(made(Mixed), 2)
     random.seed(5)
@@ -542,32 +533,27 @@ class FarSkip(Transformer):
 
 
 @pytest.mark.parametrize("num_stages", [2, 3])
-@pytest.mark.parametrize(
-    ("model", "words"),
-    [
-        (Residual, ["does something with what layer 'blocks.", "before layer 'blocks.1' gets it"]),
-        (Reshaped, ["uses what layer 'blocks.", "returned (flatten)", "before it calls layer 'blocks."]),
-        (Detaches, ["does something with what layer 'blocks.0' returned before layer 'blocks.1' gets it"]),
-        (Between, ["does something with what layer 'blocks.0' returned before layer 'blocks.1'"]),
-        (Twice, ["calls layer 'blocks.0' a second time, after 'blocks.3'"]),
-        (Repeats, ["calls layer 'blocks.0' a second time"]),
-        (Skips, ["calls layer 'blocks.2' after 'blocks.0', without 'blocks.1'"]),
-        (StopsEarly, ["uses what layer 'blocks.2' returned (sub)", "before it calls layer 'blocks.3'"]),
-        (NeverCalls, ["never calls layer 'blocks.0'"]),
-        (Backwards, ["calls layer 'blocks.3' first, without 'blocks.0'"]),
-        (AlwaysTheInput, ["does something with what layer 'blocks.0' returned"]),
-        (AddsUp, ["uses more than the first item of what layer 'layers.", "returned"]),
-        (ReturnsMore, ["returns more than the first item of what layer 'layers.0' returned, which is on another"]),
-        (Regularised, ["uses blocks.0.linear.weight (square), which is on another stage"]),
-        (LooksAtKinds, ["uses what layer 'net.2' returned (tanh)"]),
-        (Named, ["uses blocks.0.linear.weight, which is on another stage"]),
-        (AsksFirst, ["uses blocks.0.linear.weight, which is on another stage"]),
-        (FarSkip, ["uses what layer 'blocks.0' returned", "which is on another stage"]),
-    ],
-)
-def test_a_step_that_is_no_chain_is_an_error_that_names_the_layers(
-    model: type[Model], words: list[str], num_stages: int
-) -> None:
+@pytest.mark.parametrize(("model", "words"), [
+    (Residual, ["does something with what layer 'blocks.", "before layer 'blocks.1' gets it"]),
+    (Reshaped, ["uses what layer 'blocks.", "returned (flatten)", "before it calls layer 'blocks."]),
+    (Detaches, ["does something with what layer 'blocks.0' returned before layer 'blocks.1' gets it"]),
+    (Between, ["does something with what layer 'blocks.0' returned before layer 'blocks.1'"]),
+    (Twice, ["calls layer 'blocks.0' a second time, after 'blocks.3'"]),
+    (Repeats, ["calls layer 'blocks.0' a second time"]),
+    (Skips, ["calls layer 'blocks.2' after 'blocks.0', without 'blocks.1'"]),
+    (StopsEarly, ["uses what layer 'blocks.2' returned (sub)", "before it calls layer 'blocks.3'"]),
+    (NeverCalls, ["never calls layer 'blocks.0'"]),
+    (Backwards, ["calls layer 'blocks.3' first, without 'blocks.0'"]),
+    (AlwaysTheInput, ["does something with what layer 'blocks.0' returned"]),
+    (AddsUp, ["uses more than the first item of what layer 'layers.", "returned"]),
+    (ReturnsMore, ["returns more than the first item of what layer 'layers.0' returned, which is on another"]),
+    (Regularised, ["uses blocks.0.linear.weight (square), which is on another stage"]),
+    (LooksAtKinds, ["uses what layer 'net.2' returned (tanh)"]),
+    (Named, ["uses blocks.0.linear.weight, which is on another stage"]),
+    (AsksFirst, ["uses blocks.0.linear.weight, which is on another stage"]),
+    (FarSkip, ["uses what layer 'blocks.0' returned", "which is on another stage"]),
+])  # fmt: skip
+def test_a_step_that_is_no_chain_is_an_error_that_names_the_layers(model, words, num_stages):
     with pytest.raises(ConfigurationError) as caught:
         gradients(made(model), num_stages)
     told = str(caught.value)
@@ -606,7 +592,7 @@ class ForcesOfTheHead(Transformer):
 
 @pytest.mark.parametrize("num_stages", [2, 3])
 @pytest.mark.parametrize("model", [Forces, ForcesOfParts])
-def test_a_derivative_by_an_input_of_layers_elsewhere_is_refused(model: type[Model], num_stages: int) -> None:
+def test_a_derivative_by_an_input_of_layers_elsewhere_is_refused(model, num_stages):
     words = (
         rf"{model.__name__}.training_step\(\) takes a derivative by an input of the layers.*pipeline_parallel_size=1"
     )
@@ -616,9 +602,7 @@ def test_a_derivative_by_an_input_of_layers_elsewhere_is_refused(model: type[Mod
 
 
 @pytest.mark.parametrize("num_stages", [2, 3])
-def test_a_large_tensor_beside_the_output_is_an_error_only_where_it_is_used(
-    num_stages: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_tensor_beside_the_output_is_an_error_only_where_it_is_used(num_stages, monkeypatch):
     monkeypatch.setattr(chains, "LARGEST", 100)
     with pytest.raises(ConfigurationError, match=r"uses features\['block 0'\], of more than 65,536 bytes"):
         gradients(made(UsesFeatures), num_stages)
@@ -635,11 +619,11 @@ class AsksForDevice(Transformer):
         return super().training_step(batch, batch_idx)
 
 
-def test_a_step_may_ask_any_parameter_for_its_device() -> None:
+def test_a_step_may_ask_any_parameter_for_its_device():
     assert_equal(gradients(made(AsksForDevice), 2), whole(made(AsksForDevice)))
 
 
-def test_outside_of_steps_the_model_says_which_layers_are_elsewhere() -> None:
+def test_outside_of_steps_the_model_says_which_layers_are_elsewhere():
     (_, _), (last, _) = stages_of(made(Transformer), 2)
     with pytest.raises(RuntimeError, match=r"'blocks.0' was called outside of a training or evaluation step"):
         last.module.blocks[0](batch()[0])
@@ -647,7 +631,7 @@ def test_outside_of_steps_the_model_says_which_layers_are_elsewhere() -> None:
         _ = last.module.blocks[1].linear
 
 
-def test_what_asks_all_stages_passes_for_what_it_was() -> None:
+def test_what_asks_all_stages_passes_for_what_it_was():
     """Also a copy, which asks nobody, and the module after a run."""
     model = made(Stacked)
     (parts, _), _ = stages_of(model, 2)
@@ -669,7 +653,7 @@ def test_what_asks_all_stages_passes_for_what_it_was() -> None:
     assert len(asked) == 2
 
 
-def test_the_names_of_each_stage_are_those_of_the_whole() -> None:
+def test_the_names_of_each_stage_are_those_of_the_whole():
     stages = stages_of(made(Transformer), 3)
     everything = set(made(Transformer).state_dict())
     parts = [set(parts.module.state_dict()) for parts, _ in stages]
@@ -691,7 +675,7 @@ def test_the_names_of_each_stage_are_those_of_the_whole() -> None:
     assert all(found.ties(cut_of(stages)) == ties for found, _ in stages)
 
 
-def test_a_module_that_held_one_stage_becomes_whole_again() -> None:
+def test_a_module_that_held_one_stage_becomes_whole_again():
     model = made(Transformer)
     state = {name: value + 1 for name, value in model.state_dict().items()}
     for parts, _ in stages_of(model, 3):
@@ -738,17 +722,17 @@ class HuggingFace(Model):
         tokens = torch.arange(21).reshape(3, 7) % 9
         mask = torch.ones_like(tokens)
         mask[0, -2:] = 0
-        return self.model(input_ids=tokens, attention_mask=mask, labels=tokens).loss  # type: ignore[no-any-return]
+        return self.model(input_ids=tokens, attention_mask=mask, labels=tokens).loss
 
 
 @pytest.mark.parametrize("num_stages", [2, 3])
 @pytest.mark.parametrize("kind", ["gpt2", "qwen2", "bert", "llama", "llama, checkpointed"])
-def test_a_model_of_transformers_is_a_chain(kind: str, num_stages: int) -> None:
+def test_a_model_of_transformers_is_a_chain(kind, num_stages):
     model = HuggingFace(kind).double()
     assert_equal(gradients(model, num_stages), whole(model))
 
 
-def test_a_module_that_has_its_own_class_again_ends_to_ask() -> None:
+def test_a_module_that_has_its_own_class_again_ends_to_ask():
     """As in a worker whose process goes on: its module is the user's again before the whole model is put together."""
     module = made(Stacked)
     cls = type(module)

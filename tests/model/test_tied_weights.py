@@ -96,7 +96,7 @@ KINDS = ["".join(kinds) for kinds in itertools.product("cs", "s", "s", "cs")]
 
 
 @pytest.mark.parametrize("kinds", KINDS)
-def test_on_one_device_the_names_are_one_parameter(kinds: str) -> None:
+def test_on_one_device_the_names_are_one_parameter(kinds):
     model = built(kinds)
     assert model.layers[0].weight is model.layers[3].logits.weight
     assert [name for name, _ in model.named_parameters()] == [FIRST, "layers.1.weight", "layers.1.bias"]
@@ -104,17 +104,17 @@ def test_on_one_device_the_names_are_one_parameter(kinds: str) -> None:
     assert model.tied_groups() == ((FIRST, LAST),)
 
 
-def test_that_concrete_modules_share_a_parameter_is_seen_by_itself() -> None:
+def test_that_concrete_modules_share_a_parameter_is_seen_by_itself():
     assert SharedObject().tied_groups() == ((FIRST, LAST),)
 
 
-def test_the_first_recipe_decides_on_the_initial_values() -> None:
+def test_the_first_recipe_decides_on_the_initial_values():
     expected = LayerSpec(nn.Embedding, VOCABULARY, WIDTH).build(0, seed=3).weight
     assert torch.equal(built("ssss").layers[0].weight, expected)
 
 
 @pytest.mark.parametrize("kinds", ["cssc", "cccs", "sccc"])
-def test_a_concrete_layer_decides_on_the_initial_values(kinds: str) -> None:
+def test_a_concrete_layer_decides_on_the_initial_values(kinds):
     """It keeps the weights that it has when training begins, even if a recipe comes first."""
     model = Model(kinds)
     index = kinds.index("c") if kinds[0] == "c" else 3
@@ -123,7 +123,7 @@ def test_a_concrete_layer_decides_on_the_initial_values(kinds: str) -> None:
     assert torch.equal(model.layers[0].weight, before)
 
 
-def test_the_gradient_is_the_sum_over_the_uses() -> None:
+def test_the_gradient_is_the_sum_over_the_uses():
     model, tokens, target = built().double(), torch.arange(4), torch.arange(4) + 1
     model.loss(model(tokens), target).backward()
     apart = copy.deepcopy(model)
@@ -135,7 +135,7 @@ def test_the_gradient_is_the_sum_over_the_uses() -> None:
 
 
 @pytest.mark.parametrize("kinds", KINDS)
-def test_the_tie_outlives_copies_conversions_and_state_dicts(kinds: str) -> None:
+def test_the_tie_outlives_copies_conversions_and_state_dicts(kinds):
     for model in (built(kinds), Model(kinds)):
         other = pickle.loads(pickle.dumps(copy.deepcopy(model))).double()
         other.load_state_dict(built(kinds, seed=9).state_dict())
@@ -145,14 +145,14 @@ def test_the_tie_outlives_copies_conversions_and_state_dicts(kinds: str) -> None
         assert torch.equal(other.layers[0].weight.float(), built(kinds, seed=9).layers[0].weight)
 
 
-def test_a_part_of_a_state_dict_that_was_loaded_before_the_other_end_exists_is_kept() -> None:
+def test_a_part_of_a_state_dict_that_was_loaded_before_the_other_end_exists_is_kept():
     model, values = Model(), torch.randn(VOCABULARY, WIDTH)
     model.load_state_dict({LAST: values}, strict=False)
     model.materialize()
     assert torch.equal(model.layers[0].weight, values)
 
 
-def test_every_use_within_a_layer_follows() -> None:
+def test_every_use_within_a_layer_follows():
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -168,7 +168,7 @@ def test_every_use_within_a_layer_follows() -> None:
     assert model.layers[0].weight is model.layers[1].one.weight is model.layers[1].two.weight
 
 
-def test_a_layer_that_is_used_twice_is_tied_to_itself() -> None:
+def test_a_layer_that_is_used_twice_is_tied_to_itself():
     class Repeated(Model):
         def configure_pipeline(self) -> list[Any]:
             layer = nn.Linear(WIDTH, WIDTH)
@@ -183,7 +183,7 @@ def test_a_layer_that_is_used_twice_is_tied_to_itself() -> None:
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
 @pytest.mark.parametrize("kinds", KINDS)
-def test_every_stage_starts_from_the_weights_of_one_device(kinds: str, num_stages: int) -> None:
+def test_every_stage_starts_from_the_weights_of_one_device(kinds, num_stages):
     whole = built(kinds)
     names: set[str] = set()
     for worker in stages(Model(kinds), num_stages):
@@ -194,7 +194,7 @@ def test_every_stage_starts_from_the_weights_of_one_device(kinds: str, num_stage
     assert names == set(whole.state_dict())
 
 
-def test_a_stage_that_is_built_late_has_the_precision_asked_for_meanwhile() -> None:
+def test_a_stage_that_is_built_late_has_the_precision_asked_for_meanwhile():
     for kinds in KINDS:
         model = Model(kinds)
         model.keep_layers(range(2, 4))
@@ -206,7 +206,7 @@ def test_a_stage_that_is_built_late_has_the_precision_asked_for_meanwhile() -> N
 
 @pytest.mark.parametrize("split_backward", [False, True], ids=["fused", "split"])
 @pytest.mark.parametrize("make", [Model, SharedObject])
-def test_the_copies_gradients_add_up_to_that_of_one_device(make: type[Model], split_backward: bool) -> None:
+def test_the_copies_gradients_add_up_to_that_of_one_device(make, split_backward):
     """What the run time does with :class:`Tie`, by hand."""
     whole = make()
     whole.materialize(seed=3)
@@ -234,7 +234,7 @@ def test_the_copies_gradients_add_up_to_that_of_one_device(make: type[Model], sp
 
     (tie,) = ties_between_stages(workers[0].tied_groups(), parts)
     assert (tie.names, tie.copies, tie.owner, tie.stages) == ((FIRST, LAST), ((0, FIRST), (1, LAST)), 0, (0, 1))
-    total = sum(workers[stage].get_parameter(name).grad for stage, name in tie.copies)  # type: ignore[misc]
+    total = sum(workers[stage].get_parameter(name).grad for stage, name in tie.copies)
     torch.testing.assert_close(total, whole.layers[0].weight.grad, rtol=1e-12, atol=1e-15)
     for name in ("layers.1.weight", "layers.1.bias"):
         torch.testing.assert_close(
@@ -242,7 +242,7 @@ def test_the_copies_gradients_add_up_to_that_of_one_device(make: type[Model], sp
         )
 
 
-def test_only_ties_that_cross_a_stage_concern_the_run_time() -> None:
+def test_only_ties_that_cross_a_stage_concern_the_run_time():
     groups = (("layers.0.a", "layers.1.b"), ("layers.1.c", "layers.2.c", "layers.5.d", "layers.5.e"))
     parts = (range(2), range(2, 4), range(4, 6))
     (tie,) = ties_between_stages(groups, parts)
@@ -253,25 +253,22 @@ def test_only_ties_that_cross_a_stage_concern_the_run_time() -> None:
 # ---------------------------------------------------------------------- groups and errors
 
 
-def test_groups_that_overlap_are_one_in_the_order_of_the_layers() -> None:
+def test_groups_that_overlap_are_one_in_the_order_of_the_layers():
     groups = [("layers.10.a", "layers.2.b"), ("layers.4.x", "layers.3.x"), ("layers.0.c", "layers.10.a")]
     assert merge_groups(groups) == (("layers.0.c", "layers.2.b", "layers.10.a"), ("layers.3.x", "layers.4.x"))
 
 
-@pytest.mark.parametrize(
-    ("groups", "message"),
-    [
-        ([FIRST], "a group is at least two different names"),
-        ([(FIRST, FIRST)], "a group is at least two different names"),
-        ([(FIRST, "layers.4.weight")], r"names 'layers.4.weight'; the model has 4 layers"),
-        ([(FIRST, "head.weight")], "'head.weight' is not the name of a layer's parameter"),
-        ([(FIRST, "layers.3")], "'layers.3' is not the name of a layer's parameter"),
-        ([(FIRST, "layers.3.weight")], r"layer 3 \(Head\) has no such parameter; it has logits.weight"),
-        ([(FIRST, "layers.1.weight")], r"layers.1.weight of shape \(6, 6\) cannot be tied to layers.0.weight"),
-    ],
-)
+@pytest.mark.parametrize(("groups", "message"), [
+    ([FIRST], "a group is at least two different names"),
+    ([(FIRST, FIRST)], "a group is at least two different names"),
+    ([(FIRST, "layers.4.weight")], r"names 'layers.4.weight'; the model has 4 layers"),
+    ([(FIRST, "head.weight")], "'head.weight' is not the name of a layer's parameter"),
+    ([(FIRST, "layers.3")], "'layers.3' is not the name of a layer's parameter"),
+    ([(FIRST, "layers.3.weight")], r"layer 3 \(Head\) has no such parameter; it has logits.weight"),
+    ([(FIRST, "layers.1.weight")], r"layers.1.weight of shape \(6, 6\) cannot be tied to layers.0.weight"),
+])  # fmt: skip
 @pytest.mark.parametrize("kinds", ["cccc", "ssss"])
-def test_a_group_that_cannot_be_tied_is_an_error_that_names_it(kinds: str, groups: Any, message: str) -> None:
+def test_a_group_that_cannot_be_tied_is_an_error_that_names_it(kinds, groups, message):
     model = Model(kinds, groups)
     for _ in range(2):  # the error does not leave layers half made
         with pytest.raises(ConfigurationError, match=message):

@@ -21,7 +21,7 @@ class Module(L.LightningModule):
         self.seen.append(name)  # a user's own
 
 
-def test_logging_is_recorded_and_otherwise_reaches_the_users_method() -> None:
+def test_logging_is_recorded_and_otherwise_reaches_the_users_method():
     module = recorded(Module())
     module.recorded_logs = []
     module.log("a", 1.0, on_step=True)
@@ -31,7 +31,7 @@ def test_logging_is_recorded_and_otherwise_reaches_the_users_method() -> None:
     assert module.seen == ["b"]
 
 
-def test_it_keeps_its_name_its_state_and_its_class_in_copies() -> None:
+def test_it_keeps_its_name_its_state_and_its_class_in_copies():
     original = Module()
     module = recorded(original)
     assert module is original

@@ -42,13 +42,9 @@ if __name__ == "__main__":
     name, root = sys.argv[1], Path(sys.argv[2])
     data = Data(GLOBAL_BATCH // PIPELINES)  # the batch size is per process, and per pipeline
     trainer = L.Trainer(
-        accelerator="cpu",
-        max_epochs=2,
-        accumulate_grad_batches=2,
-        gradient_clip_val=0.2,
-        default_root_dir=root,
+        accelerator="cpu", max_epochs=2, accumulate_grad_batches=2, gradient_clip_val=0.2, default_root_dir=root,
         **{**QUIET, "enable_checkpointing": True, **strategy(name)},
-    )
+    )  # fmt: skip
     module = Synchronized()
     validation = sharded(trainer, data.loader(4 * GLOBAL_BATCH, seed=2), shuffle=False)
     trainer.fit(module, sharded(trainer, data.training(), shuffle=True), validation)

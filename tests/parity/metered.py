@@ -25,14 +25,11 @@ class Metered(Classifier):
         self.accuracy = torchmetrics.Accuracy(**ACCURACY)
         self.perplexity = Perplexity()
         self.mean = torchmetrics.MeanMetric()
-        self.collection = torchmetrics.MetricCollection(
-            {
-                "precision": torchmetrics.Precision(average="macro", **ACCURACY),
-                "recall": torchmetrics.Recall(average="macro", **ACCURACY),
-                "auroc": torchmetrics.AUROC(**ACCURACY),  # keeps all outputs: its state is concatenated
-            },
-            prefix="collected_",
-        )
+        self.collection = torchmetrics.MetricCollection({
+            "precision": torchmetrics.Precision(average="macro", **ACCURACY),
+            "recall": torchmetrics.Recall(average="macro", **ACCURACY),
+            "auroc": torchmetrics.AUROC(**ACCURACY),  # keeps all outputs: its state is concatenated
+        }, prefix="collected_")  # fmt: skip
         self.by_hand = torchmetrics.Accuracy(**ACCURACY)
 
     def on_training_output(self, output: Tensor, target: Tensor) -> None:

@@ -16,14 +16,7 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    loss_parallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import parallel as tp
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
@@ -78,23 +71,18 @@ class Transformer(nn.Module):
 
 
 OUTER: dict[str, Any] = {
-    "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-    "norm": SequenceParallel(),
-    "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+    "tok_embeddings": tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+    "norm": tp.SequenceParallel(),
+    "output": tp.ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
 }
 BLOCK: dict[str, Any] = {
-    "attention": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
-    "attention.wq": ColwiseParallel(),
-    "attention.wk": ColwiseParallel(),
-    "attention.wv": ColwiseParallel(),
-    "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
-    "attention_norm": SequenceParallel(),
-    "feed_forward": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
-    "feed_forward.w1": ColwiseParallel(),
-    "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
-    "feed_forward.w3": ColwiseParallel(),
-    "ffn_norm": SequenceParallel(),
-}
+    "attention": tp.PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+    "attention.wq": tp.ColwiseParallel(), "attention.wk": tp.ColwiseParallel(), "attention.wv": tp.ColwiseParallel(),
+    "attention.wo": tp.RowwiseParallel(output_layouts=Shard(1)), "attention_norm": tp.SequenceParallel(),
+    "feed_forward": tp.PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+    "feed_forward.w1": tp.ColwiseParallel(), "feed_forward.w2": tp.RowwiseParallel(output_layouts=Shard(1)),
+    "feed_forward.w3": tp.ColwiseParallel(), "ffn_norm": tp.SequenceParallel(),
+}  # fmt: skip
 
 
 class Llama(L.LightningModule):
@@ -107,20 +95,20 @@ class Llama(L.LightningModule):
             return
         mesh: Any = self.device_mesh
         if mesh["tensor_parallel"].size() > 1:
-            parallelize_module(self.model, mesh["tensor_parallel"], OUTER)
+            tp.parallelize_module(self.model, mesh["tensor_parallel"], OUTER)
             for layer in self.model.layers:
-                parallelize_module(layer, mesh["tensor_parallel"], BLOCK)
+                tp.parallelize_module(layer, mesh["tensor_parallel"], BLOCK)
         if mesh["data_parallel"].size() > 1:
             for module in (*self.model.layers, self.model):
                 fully_shard(module, mesh=mesh["data_parallel"])
 
     def training_step(self, batch: Tensor) -> Tensor:
         output = self.model(batch[:, :-1])
-        with loss_parallel():
+        with tp.loss_parallel():
             return F.cross_entropy(output.flatten(0, 1), batch[:, 1:].flatten())
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
-        with loss_parallel():
+        with tp.loss_parallel():
             super().backward(*args, **kwargs)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -129,7 +117,7 @@ class Llama(L.LightningModule):
     def train_dataloader(self) -> DataLoader[Any]:
         sampler, strategy = None, self.trainer.strategy
         if not isinstance(strategy, ReCycleStrategy):  # Lightning's would shuffle
-            sampler = DistributedSampler(RandomTokens(), shuffle=False, **strategy.distributed_sampler_kwargs)  # type: ignore[attr-defined]
+            sampler = DistributedSampler(RandomTokens(), shuffle=False, **strategy.distributed_sampler_kwargs)
         return DataLoader(RandomTokens(), self.batch_size, sampler=sampler)
 
 
@@ -174,16 +162,10 @@ def main() -> None:
     L.seed_everything(1)
     keep = L.pytorch.callbacks.ModelCheckpoint(output, "{step}", save_top_k=-1, every_n_train_steps=10)
     trainer = L.Trainer(
-        accelerator="cpu",
-        devices=data_parallel * tensor_parallel,
-        strategy=strategies[name](),
-        max_steps=int(steps),
-        callbacks=[keep],
-        use_distributed_sampler=name == "recycle",
-        logger=False,
-        enable_progress_bar=False,
+        accelerator="cpu", devices=data_parallel * tensor_parallel, strategy=strategies[name](), max_steps=int(steps),
+        callbacks=[keep], use_distributed_sampler=name == "recycle", logger=False, enable_progress_bar=False,
         enable_model_summary=False,
-    )
+    )  # fmt: skip
     trainer.fit(Llama(8 // data_parallel), ckpt_path=options.get("resume"))
 
 

@@ -10,27 +10,7 @@ import lightning as L
 import pytest
 import same_script as same
 import torch
-from lightning.pytorch.callbacks import (
-    BackboneFinetuning,
-    BasePredictionWriter,
-    Callback,
-    DeviceStatsMonitor,
-    EarlyStopping,
-    EMAWeightAveraging,
-    GradientAccumulationScheduler,
-    LambdaCallback,
-    LearningRateMonitor,
-    ModelCheckpoint,
-    ModelPruning,
-    ModelSummary,
-    OnExceptionCheckpoint,
-    RichModelSummary,
-    RichProgressBar,
-    StochasticWeightAveraging,
-    ThroughputMonitor,
-    Timer,
-    TQDMProgressBar,
-)
+from lightning.pytorch import callbacks as cb
 from ordinary_flags import StopsAtOnce, fits
 from ordinary_runs import Case, Ordinary, Scheduled, Session, WithExample, columns, files
 from torch import Tensor
@@ -45,15 +25,15 @@ def several_checkpoints(root: Path) -> list[Any]:
     best = {"monitor": "val_loss", "save_top_k": 2, "save_last": True, "filename": "{epoch}-{val_loss:.4f}"}
     by_step = {"monitor": "train_loss_step", "every_n_train_steps": 2, "save_top_k": 3, "mode": "max"}
     return [
-        ModelCheckpoint(root / "best", **best),
-        ModelCheckpoint(root / "by_step", **by_step, filename="{step}-{train_loss_step:.4f}"),
-        ModelCheckpoint(root / "by_epoch", monitor="train_loss_epoch", save_on_train_epoch_end=True),
-        ModelCheckpoint(root / "steps", every_n_train_steps=3, save_top_k=-1, save_weights_only=True),
-        ModelCheckpoint(root / "timed", train_time_interval=timedelta(seconds=0), save_top_k=-1),
+        cb.ModelCheckpoint(root / "best", **best),
+        cb.ModelCheckpoint(root / "by_step", **by_step, filename="{step}-{train_loss_step:.4f}"),
+        cb.ModelCheckpoint(root / "by_epoch", monitor="train_loss_epoch", save_on_train_epoch_end=True),
+        cb.ModelCheckpoint(root / "steps", every_n_train_steps=3, save_top_k=-1, save_weights_only=True),
+        cb.ModelCheckpoint(root / "timed", train_time_interval=timedelta(seconds=0), save_top_k=-1),
     ]
 
 
-class Saves(Callback):
+class Saves(cb.Callback):
     """Asks for the end of the run from within it, as a scheduler of jobs does."""
 
     def __init__(self) -> None:
@@ -66,8 +46,8 @@ class Saves(Callback):
 
 def interrupted(session: Session) -> None:
     savers = [
-        OnExceptionCheckpoint(session.root / "any"),
-        ModelCheckpoint(session.root, "model", save_on_exception=True, every_n_train_steps=10_000),
+        cb.OnExceptionCheckpoint(session.root / "any"),
+        cb.ModelCheckpoint(session.root, "model", save_on_exception=True, every_n_train_steps=10_000),
     ]
     trainer = session.trainer(max_steps=10_000, callbacks=[Saves(), *savers], enable_checkpointing=True)
     with pytest.raises(SystemExit):
@@ -80,7 +60,7 @@ def of_one_step(run: same.Run) -> bool:
     return len({torch.load(path, weights_only=True)["global_step"] for path in paths}) == 1
 
 
-class WritesSummary(ModelSummary):
+class WritesSummary(cb.ModelSummary):
     @staticmethod
     def summarize(*summary: Any, path: Path, **flops: Any) -> None:
         with path.open("a") as file:
@@ -97,7 +77,7 @@ def batch_size(batch: Any) -> int:
     return len(batch[0])
 
 
-class Writer(BasePredictionWriter):
+class Writer(cb.BasePredictionWriter):
     """Writes predictions and the indices of their samples; fails if another worker has written them."""
 
     def __init__(self, folder: Path) -> None:
@@ -126,7 +106,7 @@ def predicts(session: Session) -> None:
     session.run.results["predict"] = {"returned": returned, "written": written}
 
 
-class Counts(Callback):
+class Counts(cb.Callback):
     """Keeps a state of its own, which a checkpoint has and a replacement would need."""
 
     def __init__(self) -> None:
@@ -152,7 +132,7 @@ def lambdas(root: Path) -> list[Any]:
     counts = Counts()
     return [
         counts,
-        LambdaCallback(
+        cb.LambdaCallback(
             on_train_epoch_start=lambda trainer, module: setattr(module, "epoch_seen", trainer.current_epoch)
         ),
     ]
@@ -192,74 +172,44 @@ def traced(run: same.Run) -> bool:
 
 
 CALLBACKS: dict[str, Case] = {
-    "EarlyStopping": Case(
-        ("`EarlyStopping`", "learning-rate schedulers, `ReduceLROnPlateau`"),
-        fits(lambda: Scheduled(0.4), callbacks=lambda root: [EarlyStopping("val_loss", patience=2)], max_epochs=20),
-        lambda run: 1 < callback(run, EarlyStopping).stopped_epoch < 19,
-        at=("training", 9),
-    ),
-    "ModelCheckpoint": Case(
-        ("`ModelCheckpoint`",),
+    "EarlyStopping": Case(("`EarlyStopping`", "learning-rate schedulers, `ReduceLROnPlateau`"),
+        fits(lambda: Scheduled(0.4), callbacks=lambda root: [cb.EarlyStopping("val_loss", patience=2)], max_epochs=20),
+        lambda run: 1 < callback(run, cb.EarlyStopping).stopped_epoch < 19, at=("training", 9)),
+    "ModelCheckpoint": Case(("`ModelCheckpoint`",),
         fits(lambda: Scheduled(0.4), callbacks=several_checkpoints, enable_checkpointing=True, max_epochs=3),
-        lambda run: callback(run, ModelCheckpoint).best_model_path,
-    ),
-    "ModelCheckpoint, killed in a validation": Case(
-        ("`ModelCheckpoint`",),
+        lambda run: callback(run, cb.ModelCheckpoint).best_model_path),
+    "ModelCheckpoint, killed in a validation": Case(("`ModelCheckpoint`",),
         fits(lambda: Scheduled(0.4), callbacks=several_checkpoints, enable_checkpointing=True, val_check_interval=0.5),
-        lambda run: callback(run, ModelCheckpoint).best_model_path,
-        at=("validation", 2),
-    ),
+        lambda run: callback(run, cb.ModelCheckpoint).best_model_path, at=("validation", 2)),
     "OnExceptionCheckpoint": Case(
         ("`ModelCheckpoint(save_on_exception=True)`, `OnExceptionCheckpoint`",),
         interrupted,
         of_one_step,
         ignored=("weights", "progress", "metrics", "csv", "hooks", "attributes"),  # it ends after one of the next steps
     ),
-    "schedulers": Case(
-        ("learning-rate schedulers, `ReduceLROnPlateau`", "`LearningRateMonitor`"),
-        fits(
-            lambda: Scheduled(0.4),
-            callbacks=lambda root: [LearningRateMonitor(log_momentum=True, log_weight_decay=True)],
-            max_epochs=4,
-        ),
-        lambda run: any("momentum" in name for name in columns(run)),
-        at=("validation", 1),
-    ),
-    "ThroughputMonitor": Case(
-        ("`ThroughputMonitor`",),
-        fits(callbacks=lambda root: [ThroughputMonitor(batch_size_fn=batch_size, window_size=2)]),
-        lambda run: "train/device/samples_per_sec" in columns(run),
-    ),
-    "DeviceStatsMonitor": Case(
-        ("`DeviceStatsMonitor`",),
-        fits(callbacks=lambda root: [DeviceStatsMonitor(cpu_stats=True)]),
-        lambda run: any("DeviceStatsMonitor" in name for name in columns(run)),
-    ),
-    "ModelSummary": Case(
-        ("`ModelSummary`, `RichModelSummary`", "`enable_model_summary`"),
-        summarized,
-        lambda run: "484" in run.results["summary"] and "[2, 4]" in run.results["summary"],
-    ),
-    "RichModelSummary": Case(
-        ("`ModelSummary`, `RichModelSummary`",),
-        fits(callbacks=lambda root: [RichModelSummary(max_depth=2)], enable_model_summary=True),
-        lambda run: run.progress == (2, 8),
-    ),
-    "Timer": Case(
-        ("`Timer`",),
-        fits(callbacks=lambda root: [Timer("00:00:10:00", interval="epoch")]),
-        lambda run: callback(run, Timer).time_elapsed() > 0,
-    ),
-    "TQDMProgressBar": Case(
-        ("`TQDMProgressBar`, `RichProgressBar`",),
-        fits(callbacks=lambda root: [TQDMProgressBar(refresh_rate=2)], enable_progress_bar=True),
-        lambda run: callback(run, TQDMProgressBar),
-    ),
-    "RichProgressBar": Case(
-        ("`TQDMProgressBar`, `RichProgressBar`",),
-        fits(callbacks=lambda root: [RichProgressBar(leave=True)], enable_progress_bar=True),
-        lambda run: callback(run, RichProgressBar),
-    ),
+    "schedulers": Case(("learning-rate schedulers, `ReduceLROnPlateau`", "`LearningRateMonitor`"),
+        fits(lambda: Scheduled(0.4),
+            callbacks=lambda root: [cb.LearningRateMonitor(log_momentum=True, log_weight_decay=True)], max_epochs=4),
+        lambda run: any("momentum" in name for name in columns(run)), at=("validation", 1)),
+    "ThroughputMonitor": Case(("`ThroughputMonitor`",),
+        fits(callbacks=lambda root: [cb.ThroughputMonitor(batch_size_fn=batch_size, window_size=2)]),
+        lambda run: "train/device/samples_per_sec" in columns(run)),
+    "DeviceStatsMonitor": Case(("`DeviceStatsMonitor`",),
+        fits(callbacks=lambda root: [cb.DeviceStatsMonitor(cpu_stats=True)]),
+        lambda run: any("DeviceStatsMonitor" in name for name in columns(run))),
+    "ModelSummary": Case(("`ModelSummary`, `RichModelSummary`", "`enable_model_summary`"), summarized,
+        lambda run: "484" in run.results["summary"] and "[2, 4]" in run.results["summary"]),
+    "RichModelSummary": Case(("`ModelSummary`, `RichModelSummary`",),
+        fits(callbacks=lambda root: [cb.RichModelSummary(max_depth=2)], enable_model_summary=True),
+        lambda run: run.progress == (2, 8)),
+    "Timer": Case(("`Timer`",), fits(callbacks=lambda root: [cb.Timer("00:00:10:00", interval="epoch")]),
+        lambda run: callback(run, cb.Timer).time_elapsed() > 0),
+    "TQDMProgressBar": Case(("`TQDMProgressBar`, `RichProgressBar`",),
+        fits(callbacks=lambda root: [cb.TQDMProgressBar(refresh_rate=2)], enable_progress_bar=True),
+        lambda run: callback(run, cb.TQDMProgressBar)),
+    "RichProgressBar": Case(("`TQDMProgressBar`, `RichProgressBar`",),
+        fits(callbacks=lambda root: [cb.RichProgressBar(leave=True)], enable_progress_bar=True),
+        lambda run: callback(run, cb.RichProgressBar)),
     "BasePredictionWriter": Case(
         ("`BasePredictionWriter`",),
         predicts,
@@ -268,16 +218,11 @@ CALLBACKS: dict[str, Case] = {
         ),
         at=("predict", 1),
     ),
-    "LambdaCallback and a state": Case(
-        ("`LambdaCallback`",),
-        fits(callbacks=lambdas),
-        lambda run: callback(run, Counts).seen == {"batches": 8, "validations": 3} and run.module.epoch_seen == 1,
-    ),
-    "AdvancedProfiler": Case(
-        ("`SimpleProfiler`, `AdvancedProfiler`",),
+    "LambdaCallback and a state": Case(("`LambdaCallback`",), fits(callbacks=lambdas),
+        lambda run: callback(run, Counts).seen == {"batches": 8, "validations": 3} and run.module.epoch_seen == 1),
+    "AdvancedProfiler": Case(("`SimpleProfiler`, `AdvancedProfiler`",),
         fits(trainer=lambda root: profilers("AdvancedProfiler", root)),
-        lambda run: "fit-advancedprofiler.txt" in files(run),
-    ),
+        lambda run: "fit-advancedprofiler.txt" in files(run)),
     "PyTorchProfiler": Case(
         ("`PyTorchProfiler`",),
         fits(trainer=lambda root: profilers("PyTorchProfiler", root), max_epochs=1),
@@ -290,40 +235,25 @@ CALLBACKS: dict[str, Case] = {
         fits(
             Scheduled,
             callbacks=lambda root: [
-                EMAWeightAveraging(decay=0.8, update_starting_at_step=2),
-                ModelCheckpoint(root / "saved", save_last=True),
+                cb.EMAWeightAveraging(decay=0.8, update_starting_at_step=2),
+                cb.ModelCheckpoint(root / "saved", save_last=True),
             ],
             enable_checkpointing=True,
         ),
         lambda run: "saved/last.ckpt" in files(run),
     ),
-    "StochasticWeightAveraging instead of a schedule": Case(
-        ("`StochasticWeightAveraging`", "the Trainer after a run"),
-        fits(ByEpoch, callbacks=lambda root: [StochasticWeightAveraging(0.05, 1, 2, "linear")], max_epochs=3),
-        lambda run: type(run.trainer.lr_scheduler_configs[0].scheduler).__name__ == "SWALR",
-    ),
-    "GradientAccumulationScheduler": Case(
-        ("`GradientAccumulationScheduler`",),
-        fits(callbacks=lambda root: [GradientAccumulationScheduler({0: 1, 1: 2, 3: 1})], max_epochs=4),
-        lambda run: run.progress[1] == 4 + 2 + 2 + 4,
-        at=("training", 6),
-    ),
-    "BackboneFinetuning": Case(
-        ("`BaseFinetuning`, `BackboneFinetuning`",),
-        fits(Backbone, callbacks=lambda root: [BackboneFinetuning(unfreeze_backbone_at_epoch=1)], max_epochs=3),
-        lambda run: len(run.trainer.optimizers[0].param_groups) == 2,
-        strategy={"layers": ["backbone", "head"]},
-    ),
-    "ModelPruning": Case(
-        ("`ModelPruning`",),
-        fits(callbacks=lambda root: [ModelPruning("l1_unstructured", amount=0.3)]),
-        lambda run: int((run.weights["net.0.weight"] == 0).sum()) > 10,
-        stages=(1,),
-    ),
-    "should_stop": Case(
-        ("`trainer.should_stop`",),
-        fits(callbacks=lambda root: [StopsAtOnce()]),
-        lambda run: run.progress[1] == 1,
-        at=("training", 0),
-    ),
-}
+    "StochasticWeightAveraging instead of a schedule": Case(("`StochasticWeightAveraging`", "the Trainer after a run"),
+        fits(ByEpoch, callbacks=lambda root: [cb.StochasticWeightAveraging(0.05, 1, 2, "linear")], max_epochs=3),
+        lambda run: type(run.trainer.lr_scheduler_configs[0].scheduler).__name__ == "SWALR"),
+    "GradientAccumulationScheduler": Case(("`GradientAccumulationScheduler`",),
+        fits(callbacks=lambda root: [cb.GradientAccumulationScheduler({0: 1, 1: 2, 3: 1})], max_epochs=4),
+        lambda run: run.progress[1] == 4 + 2 + 2 + 4, at=("training", 6)),
+    "BackboneFinetuning": Case(("`BaseFinetuning`, `BackboneFinetuning`",),
+        fits(Backbone, callbacks=lambda root: [cb.BackboneFinetuning(unfreeze_backbone_at_epoch=1)], max_epochs=3),
+        lambda run: len(run.trainer.optimizers[0].param_groups) == 2, strategy={"layers": ["backbone", "head"]}),
+    "ModelPruning": Case(("`ModelPruning`",),
+        fits(callbacks=lambda root: [cb.ModelPruning("l1_unstructured", amount=0.3)]),
+        lambda run: int((run.weights["net.0.weight"] == 0).sum()) > 10, stages=(1,)),
+    "should_stop": Case(("`trainer.should_stop`",), fits(callbacks=lambda root: [StopsAtOnce()]),
+        lambda run: run.progress[1] == 1, at=("training", 0)),
+}  # fmt: skip

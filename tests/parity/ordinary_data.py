@@ -24,7 +24,6 @@ class Module(L.LightningDataModule):
         """It is there."""
 
     def setup(self, stage: str) -> None:
-        assert self.trainer is not None
         self.count = same.GLOBAL_BATCH * same.STEPS_PER_EPOCH
         self.data = same.Data(same.GLOBAL_BATCH // self.trainer.world_size)
 
@@ -193,36 +192,20 @@ DATA: dict[str, Case] = {
         ),
         differs=("trainer.train_dataloader", "trainer.val_dataloaders"),  # a hook's are asked for when they are used
     ),
-    "several loaders": Case(
-        ("several loaders in training, `CombinedLoader`", "several loaders in evaluation"),
-        fits(Several, data=several, validation=several_to_evaluate),
-        lambda run: run.progress == (2, 8),
-    ),
-    "batches": Case(
-        ("any iterable, batch samplers, `batch_size=None`",),
-        fits(data=lambda session: Batches()),
-        lambda run: run.progress == (2, 8),
-    ),
-    "a stream": Case(
-        ("`IterableDataset`",),
+    "several loaders": Case(("several loaders in training, `CombinedLoader`", "several loaders in evaluation"),
+        fits(Several, data=several, validation=several_to_evaluate), lambda run: run.progress == (2, 8)),
+    "batches": Case(("any iterable, batch samplers, `batch_size=None`",), fits(data=lambda session: Batches()),
+        lambda run: run.progress == (2, 8)),
+    "a stream": Case(("`IterableDataset`",),
         fits(data=lambda session: DataLoader(Stream(), batch_size=session.data.batch_size)),
-        lambda run: run.progress == (2, 8),
-    ),
-    "a stream without state": Case(
-        ("`IterableDataset` without state",),
+        lambda run: run.progress == (2, 8)),
+    "a stream without state": Case(("`IterableDataset` without state",),
         fits(data=lambda session: DataLoader(StreamWithoutState(), batch_size=session.data.batch_size)),
-        lambda run: run.progress == (2, 8),
-    ),
-    "runs of one Trainer": Case(
-        ("the Trainer after a run", "a second `fit`", "`trainer.save_checkpoint` after `fit`"),
-        fits_again,
-        lambda run: run.progress == (2, 8) and calls(run, "on_test_start") == 1,
-        at=("training", 6),
-    ),
-    "resuming": Case(
-        ("`trainer.save_checkpoint` after `fit`",), resumes, lambda run: run.progress == (2, 7), at=("training", 6)
-    ),
-    "DistributedSampler": Case(
-        ("a user's `DistributedSampler`",), fits(data=sampled_by_torch), lambda run: run.progress == (2, 8)
-    ),
-}
+        lambda run: run.progress == (2, 8)),
+    "runs of one Trainer": Case(("the Trainer after a run", "a second `fit`", "`trainer.save_checkpoint` after `fit`"),
+        fits_again, lambda run: run.progress == (2, 8) and calls(run, "on_test_start") == 1, at=("training", 6)),
+    "resuming": Case(("`trainer.save_checkpoint` after `fit`",), resumes, lambda run: run.progress == (2, 7),
+        at=("training", 6)),
+    "DistributedSampler": Case(("a user's `DistributedSampler`",), fits(data=sampled_by_torch),
+        lambda run: run.progress == (2, 8)),
+}  # fmt: skip

@@ -158,11 +158,9 @@ class ReloadedData(L.LightningDataModule):
 
     def train_dataloader(self) -> Any:
         self.asked += 1
-        assert self.trainer is not None
         return self.data.loader(same.GLOBAL_BATCH * 2, seed=10 + self.trainer.current_epoch)
 
     def val_dataloader(self) -> Any:
-        assert self.trainer is not None
         return self.data.loader(5, seed=20 + self.trainer.current_epoch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -221,156 +219,70 @@ def half() -> MixedPrecision:
 
 FLAGS: dict[str, Case] = {
     "a grid": Case(("`accelerator`, `strategy`, `devices`",), fits(), lambda run: run.progress == (2, 8)),
-    "precision 32": Case(
-        ("`precision` `32-true`, `64-true`",),
-        fits(InBFloat16, dtype=torch.float32),
-        lambda run: run.weights["net.0.weight"].dtype is torch.float32,
-        tolerance=1e-5,
-    ),
-    "precision bf16-true": Case(
-        ("`precision` `bf16-true`",),
+    "precision 32": Case(("`precision` `32-true`, `64-true`",), fits(InBFloat16, dtype=torch.float32),
+        lambda run: run.weights["net.0.weight"].dtype is torch.float32, tolerance=1e-5),
+    "precision bf16-true": Case(("`precision` `bf16-true`",),
         fits(InBFloat16, dtype=torch.float32, precision="bf16-true"),
-        lambda run: run.weights["net.0.weight"].dtype is torch.bfloat16,
-        tolerance=0.2,
-    ),
-    "precision bf16-mixed": Case(
-        ("`precision` `bf16-mixed`",),
+        lambda run: run.weights["net.0.weight"].dtype is torch.bfloat16, tolerance=0.2),
+    "precision bf16-mixed": Case(("`precision` `bf16-mixed`",),
         fits(InBFloat16, dtype=torch.float32, precision="bf16-mixed"),
-        lambda run: run.weights["net.0.weight"].dtype is torch.float32,
-        tolerance=0.05,
-    ),
-    "precision 16-mixed": Case(
-        ('`precision` `16-mixed`, `MixedPrecision("16-mixed", device, scaler)`',),
+        lambda run: run.weights["net.0.weight"].dtype is torch.float32, tolerance=0.05),
+    "precision 16-mixed": Case(('`precision` `16-mixed`, `MixedPrecision("16-mixed", device, scaler)`',),
         fits(InBFloat16, dtype=torch.float32, trainer=lambda root: {**by_default(root), "plugins": [half()]}),
-        lambda run: run.weights["net.0.weight"].dtype is torch.float32,
-        tolerance=0.05,
-    ),
-    "accumulate_grad_batches": Case(
-        ("`accumulate_grad_batches`",),
-        fits(Scheduled, accumulate_grad_batches=3),
-        lambda run: run.progress == (2, 4),
-    ),
-    "gradient_clip_val": Case(
-        ("`gradient_clip_val`",), fits(gradient_clip_val=0.01), lambda run: clipped(run, 8 * 0.1 * 0.01 * 8)
-    ),
-    "gradient_clip_algorithm": Case(
-        ("`gradient_clip_algorithm`",),
-        fits(gradient_clip_val=0.001, gradient_clip_algorithm="value"),
-        lambda run: clipped(run, 8 * 0.1 * 0.001 * 8),
-    ),
-    "max_steps": Case(
-        ("`max_steps`, `min_steps`",), fits(max_steps=7, max_epochs=-1), lambda run: run.progress == (2, 7)
-    ),
-    "min_epochs": Case(
-        ("`max_epochs`, `min_epochs`", "`trainer.should_stop`"),
-        fits(min_epochs=2, max_epochs=5, callbacks=lambda root: [StopsAtOnce()]),
-        lambda run: run.progress == (2, 8),
-    ),
-    "max_time": Case(
-        ("`max_time`",),
+        lambda run: run.weights["net.0.weight"].dtype is torch.float32, tolerance=0.05),
+    "accumulate_grad_batches": Case(("`accumulate_grad_batches`",), fits(Scheduled, accumulate_grad_batches=3),
+        lambda run: run.progress == (2, 4)),
+    "gradient_clip_val": Case(("`gradient_clip_val`",), fits(gradient_clip_val=0.01),
+        lambda run: clipped(run, 8 * 0.1 * 0.01 * 8)),
+    "gradient_clip_algorithm": Case(("`gradient_clip_algorithm`",),
+        fits(gradient_clip_val=0.001, gradient_clip_algorithm="value"), lambda run: clipped(run, 8 * 0.1 * 0.001 * 8)),
+    "max_steps": Case(("`max_steps`, `min_steps`",), fits(max_steps=7, max_epochs=-1),
+        lambda run: run.progress == (2, 7)),
+    "min_epochs": Case(("`max_epochs`, `min_epochs`", "`trainer.should_stop`"),
+        fits(min_epochs=2, max_epochs=5, callbacks=lambda root: [StopsAtOnce()]), lambda run: run.progress == (2, 8)),
+    "max_time": Case(("`max_time`",),
         fits(max_time={"minutes": 30}, max_epochs=5, callbacks=lambda root: [TimePasses(6)]),
-        lambda run: run.progress[1] == 7,
-    ),
-    "limit_train_batches": Case(
-        ("`limit_train_batches`",),
-        fits(limit_train_batches=3),
-        lambda run: calls(run, "on_train_batch_end") == 6,
-        at=("training", 3),
-    ),
-    "limit_val_batches": Case(
-        ("`limit_val_batches`",),
-        fits(limit_val_batches=2, num_sanity_val_steps=1),
-        lambda run: calls(run, "on_validation_batch_end") == 5,
-        at=("validation", 1),
-    ),
-    "limit_test_batches": Case(
-        ("`limit_test_batches`, `limit_predict_batches`",),
+        lambda run: run.progress[1] == 7),
+    "limit_train_batches": Case(("`limit_train_batches`",), fits(limit_train_batches=3),
+        lambda run: calls(run, "on_train_batch_end") == 6, at=("training", 3)),
+    "limit_val_batches": Case(("`limit_val_batches`",), fits(limit_val_batches=2, num_sanity_val_steps=1),
+        lambda run: calls(run, "on_validation_batch_end") == 5, at=("validation", 1)),
+    "limit_test_batches": Case(("`limit_test_batches`, `limit_predict_batches`",),
         evaluates(limit_val_batches=1, limit_test_batches=2, limit_predict_batches=0.7),
-        lambda run: len(run.results["predict"]) == 2,
-        at=("test", 1),
-    ),
-    "overfit_batches": Case(
-        ("`overfit_batches`",),
-        fits(overfit_batches=2),
-        lambda run: calls(run, "on_train_batch_end") == 4,
-        at=("training", 2),
-    ),
-    "fast_dev_run": Case(
-        ("`fast_dev_run`",),
-        fits(fast_dev_run=2),
-        lambda run: (run.progress, calls(run, "on_validation_batch_end")) == ((1, 2), 2),
-        at=("training", 1),
-    ),
-    "val_check_interval": Case(
-        ("`val_check_interval`",),
+        lambda run: len(run.results["predict"]) == 2, at=("test", 1)),
+    "overfit_batches": Case(("`overfit_batches`",), fits(overfit_batches=2),
+        lambda run: calls(run, "on_train_batch_end") == 4, at=("training", 2)),
+    "fast_dev_run": Case(("`fast_dev_run`",), fits(fast_dev_run=2),
+        lambda run: (run.progress, calls(run, "on_validation_batch_end")) == ((1, 2), 2), at=("training", 1)),
+    "val_check_interval": Case(("`val_check_interval`",),
         fits(val_check_interval=3, check_val_every_n_epoch=None, max_steps=8, max_epochs=-1),
-        lambda run: validated_at(run) == [3, 6],
-    ),
-    "val_check_interval as a time": Case(
-        ("`val_check_interval`",),
-        fits(
-            val_check_interval={"minutes": 30},
-            check_val_every_n_epoch=None,
-            callbacks=lambda root: [TimePasses(6)],
-            num_sanity_val_steps=0,
-        ),
-        lambda run: validated_at(run) == [7, 8],
-    ),
-    "check_val_every_n_epoch": Case(
-        ("`check_val_every_n_epoch`",),
-        fits(check_val_every_n_epoch=2, max_epochs=4),
-        lambda run: validated_at(run) == [8, 16],
-        at=("validation", 0),
-    ),
-    "num_sanity_val_steps": Case(
-        ("`num_sanity_val_steps`",),
-        fits(num_sanity_val_steps=-1),
-        lambda run: calls(run, "on_validation_batch_end") == 9,
-        at=("training", 0),
-    ),
-    "log_every_n_steps": Case(
-        ("`log_every_n_steps`",),
-        fits(log_every_n_steps=3),
-        lambda run: [row["step"] for row in csv_rows(run) if "train_loss_step" in row] == [2, 5],
-    ),
-    "enable_checkpointing": Case(
-        ("`enable_checkpointing`, `default_root_dir`",),
-        fits(trainer=by_default),
-        lambda run: "lightning_logs/version_0/checkpoints/epoch=1-step=8.ckpt" in files(run),
-    ),
-    "enable_progress_bar": Case(
-        ("`enable_progress_bar`",), fits(enable_progress_bar=True), lambda run: run.trainer.progress_bar_callback
-    ),
-    "enable_autolog_hparams": Case(
-        ("`enable_autolog_hparams`",),
-        fits(WithHparams, enable_autolog_hparams=False),
-        lambda run: "csv/version_0/hparams.yaml" not in files(run),
-    ),
-    "deterministic and benchmark": Case(
-        ("`deterministic`", "`benchmark`"),
+        lambda run: validated_at(run) == [3, 6]),
+    "val_check_interval as a time": Case(("`val_check_interval`",),
+        fits(val_check_interval={"minutes": 30}, check_val_every_n_epoch=None, callbacks=lambda root: [TimePasses(6)],
+            num_sanity_val_steps=0), lambda run: validated_at(run) == [7, 8]),
+    "check_val_every_n_epoch": Case(("`check_val_every_n_epoch`",), fits(check_val_every_n_epoch=2, max_epochs=4),
+        lambda run: validated_at(run) == [8, 16], at=("validation", 0)),
+    "num_sanity_val_steps": Case(("`num_sanity_val_steps`",), fits(num_sanity_val_steps=-1),
+        lambda run: calls(run, "on_validation_batch_end") == 9, at=("training", 0)),
+    "log_every_n_steps": Case(("`log_every_n_steps`",), fits(log_every_n_steps=3),
+        lambda run: [row["step"] for row in csv_rows(run) if "train_loss_step" in row] == [2, 5]),
+    "enable_checkpointing": Case(("`enable_checkpointing`, `default_root_dir`",), fits(trainer=by_default),
+        lambda run: "lightning_logs/version_0/checkpoints/epoch=1-step=8.ckpt" in files(run)),
+    "enable_progress_bar": Case(("`enable_progress_bar`",), fits(enable_progress_bar=True),
+        lambda run: run.trainer.progress_bar_callback),
+    "enable_autolog_hparams": Case(("`enable_autolog_hparams`",), fits(WithHparams, enable_autolog_hparams=False),
+        lambda run: "csv/version_0/hparams.yaml" not in files(run)),
+    "deterministic and benchmark": Case(("`deterministic`", "`benchmark`"),
         fits(NotesSettings, PipelineOfSettings, deterministic=True, benchmark=True),
-        lambda run: run.metrics["deterministic"] == 1.0,
-    ),
-    "detect_anomaly": Case(
-        ("`detect_anomaly`",),
-        fits(NotesSettings, PipelineOfSettings, detect_anomaly=True),
-        lambda run: run.metrics["anomaly"] == 1.0,
-    ),
-    "inference_mode": Case(
-        ("`inference_mode`",),
-        fits(NotesModes, inference_mode=False),
-        lambda run: (run.metrics["inference"], run.metrics["grad"]) == (0.0, 0.0),
-        at=("validation", 1),
-    ),
-    "inference_mode of a test": Case(
-        ("`inference_mode`",),
-        evaluates(inference_mode=False),
-        lambda run: run.results["test"][0]["inference"] == 0.0,
-        at=("test", 1),
-    ),
-    "use_distributed_sampler": Case(
-        ("`use_distributed_sampler`",), fits(use_distributed_sampler=False, data=backwards), lambda run: True
-    ),
+        lambda run: run.metrics["deterministic"] == 1.0),
+    "detect_anomaly": Case(("`detect_anomaly`",), fits(NotesSettings, PipelineOfSettings, detect_anomaly=True),
+        lambda run: run.metrics["anomaly"] == 1.0),
+    "inference_mode": Case(("`inference_mode`",), fits(NotesModes, inference_mode=False),
+        lambda run: (run.metrics["inference"], run.metrics["grad"]) == (0.0, 0.0), at=("validation", 1)),
+    "inference_mode of a test": Case(("`inference_mode`",), evaluates(inference_mode=False),
+        lambda run: run.results["test"][0]["inference"] == 0.0, at=("test", 1)),
+    "use_distributed_sampler": Case(("`use_distributed_sampler`",), fits(use_distributed_sampler=False, data=backwards),
+        lambda run: True),
     "reload_dataloaders_every_n_epochs": Case(
         ("`reload_dataloaders_every_n_epochs`",),
         reloads,
@@ -384,19 +296,10 @@ FLAGS: dict[str, Case] = {
         lambda run: run.progress == (2, 8) and not files(run),
         differs=("module accuracy._update_count",),  # of micro-batches, which nothing sets back if nothing is logged
     ),
-    "profiler": Case(
-        ("`profiler`", "`SimpleProfiler`, `AdvancedProfiler`"),
-        fits(trainer=simple_profiler),
-        lambda run: "fit-simple.txt" in files(run) and profiled(run),
-    ),
-    "plugins": Case(
-        ("`plugins`",),
-        fits(trainer=lambda root: {**by_default(root), "plugins": [NotingCheckpointIO()]}),
-        lambda run: saved_once(run, "step=8.ckpt.note"),
-    ),
-    "logger": Case(
-        ("`logger`, `callbacks`",),
-        fits(trainer=by_default),
-        lambda run: "lightning_logs/version_0/events.out.tfevents" in files(run),
-    ),
-}
+    "profiler": Case(("`profiler`", "`SimpleProfiler`, `AdvancedProfiler`"), fits(trainer=simple_profiler),
+        lambda run: "fit-simple.txt" in files(run) and profiled(run)),
+    "plugins": Case(("`plugins`",), fits(trainer=lambda root: {**by_default(root), "plugins": [NotingCheckpointIO()]}),
+        lambda run: saved_once(run, "step=8.ckpt.note")),
+    "logger": Case(("`logger`, `callbacks`",), fits(trainer=by_default),
+        lambda run: "lightning_logs/version_0/events.out.tfevents" in files(run)),
+}  # fmt: skip

@@ -98,13 +98,13 @@ class Measures(Ordinary):
         returned = super().training_step(batch, batch_idx)
         for name, metric in zip(("mean_x", "max_x"), self.means, strict=True):
             metric(batch[0])
-            self.log(name, metric, on_step=True, on_epoch=True)  # type: ignore[arg-type]
+            self.log(name, metric, on_step=True, on_epoch=True)
         return returned
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         output = super().validation_step(batch, batch_idx)
         self.measures.update(output.softmax(1), batch[1])
-        self.log_dict(self.measures)  # type: ignore[arg-type]
+        self.log_dict(self.measures)
         return output
 
 
@@ -196,34 +196,17 @@ def to_both(root: Path) -> dict[str, Any]:
 
 LOGGERS: dict[str, Case] = {
     "CSVLogger": Case(("`CSVLogger`",), fits(log_every_n_steps=2), lambda run: len(csv_rows(run)) > 5),
-    "TensorBoardLogger": Case(
-        ("`TensorBoardLogger`",), fits(trainer=to_both), lambda run: len(board(run)["train_loss_step"]) == 8
-    ),
-    "TensorBoardLogger with the graph": Case(
-        ("`TensorBoardLogger`",),
-        with_graph,
-        lambda run: len(run.results["layers"]) >= 2,
-    ),
-    "a logger of a service": Case(
-        ("`CSVLogger`", "`logger`, `callbacks`"),
-        told,
-        lambda run: any("finalize" in line for line in run.results["told"]),
-    ),
-    "self.log in steps and hooks": Case(
-        ("`self.log`, `self.log_dict`", "the same metrics on every worker"),
-        logs_everywhere,
-        lambda run: {name.removesuffix("_epoch") for name in run.metrics} >= EVERYWHERE,
-    ),
-    "outputs collected in attributes": Case(
-        ("outputs collected in attributes",),
-        fits(Collects, Collecting),
-        lambda run: "trained" in run.metrics and any("median" in name for name in run.metrics),
-        at=("validation", 1),
-    ),
+    "TensorBoardLogger": Case(("`TensorBoardLogger`",), fits(trainer=to_both),
+        lambda run: len(board(run)["train_loss_step"]) == 8),
+    "TensorBoardLogger with the graph": Case(("`TensorBoardLogger`",), with_graph,
+        lambda run: len(run.results["layers"]) >= 2),
+    "a logger of a service": Case(("`CSVLogger`", "`logger`, `callbacks`"), told,
+        lambda run: any("finalize" in line for line in run.results["told"])),
+    "self.log in steps and hooks": Case(("`self.log`, `self.log_dict`", "the same metrics on every worker"),
+        logs_everywhere, lambda run: {name.removesuffix("_epoch") for name in run.metrics} >= EVERYWHERE),
+    "outputs collected in attributes": Case(("outputs collected in attributes",), fits(Collects, Collecting),
+        lambda run: "trained" in run.metrics and any("median" in name for name in run.metrics), at=("validation", 1)),
     "grad_norm": Case(("`grad_norm` in hooks",), fits(LogsNorms), lambda run: "grad_2.0_norm_total" in run.metrics),
-    "torchmetrics": Case(
-        ("torchmetrics as attributes",),
-        fits(Measures),
-        lambda run: {"val_f1", "val_auroc", "max_x_epoch"} <= run.metrics.keys(),
-    ),
-}
+    "torchmetrics": Case(("torchmetrics as attributes",), fits(Measures),
+        lambda run: {"val_f1", "val_auroc", "max_x_epoch"} <= run.metrics.keys()),
+}  # fmt: skip

@@ -63,34 +63,21 @@ def with_loader(make: Callable[[Session], Any]) -> Script:
 
 REFUSALS: dict[str, Refusal] = {
     "num_nodes": Refusal(("`num_nodes`",), fits(num_nodes=2), ("num_nodes=2",)),
-    "precision 16-true": Refusal(
-        ("`precision` `16-true`, others",), fits(precision="16-true"), ("precision='16-true'", "'bf16-true'")
-    ),
+    "precision 16-true": Refusal(("`precision` `16-true`, others",), fits(precision="16-true"),
+        ("precision='16-true'", "'bf16-true'")),
     "sync_batchnorm": Refusal(("`sync_batchnorm`",), fits(sync_batchnorm=True), ("sync_batchnorm=True", "LayerNorm")),
-    "StochasticWeightAveraging with BatchNorm": Refusal(
-        ("`StochasticWeightAveraging`",),
+    "StochasticWeightAveraging with BatchNorm": Refusal(("`StochasticWeightAveraging`",),
         fits(WithBatchNorm, PipelineWithBatchNorm, callbacks=lambda root: [StochasticWeightAveraging(1e-2)]),
-        ("StochasticWeightAveraging", "BatchNorm", "EMAWeightAveraging"),
-    ),
-    "ModelPruning": Refusal(
-        ("`ModelPruning`",),
-        fits(callbacks=lambda root: [ModelPruning("l1_unstructured")]),
-        ("ModelPruning", "one stage", "pipeline_parallel_size=1"),
-        stages=(2,),
-    ),
-    "a sampler of one replica": Refusal(
-        ("another sampler that divides the data",),
+        ("StochasticWeightAveraging", "BatchNorm", "EMAWeightAveraging")),
+    "ModelPruning": Refusal(("`ModelPruning`",), fits(callbacks=lambda root: [ModelPruning("l1_unstructured")]),
+        ("ModelPruning", "one stage", "pipeline_parallel_size=1"), stages=(2,)),
+    "a sampler of one replica": Refusal(("another sampler that divides the data",),
         with_loader(lambda s: DataLoader(s.data.training().dataset, batch_size=4, sampler=same.OwnShare())),
-        ("OwnShare(num_replicas=4)", "shuffle=True", "DistributedSampler"),
-    ),
-    "LearningRateFinder": Refusal(
-        ("`LearningRateFinder`, `Tuner.lr_find`",),
+        ("OwnShare(num_replicas=4)", "shuffle=True", "DistributedSampler")),
+    "LearningRateFinder": Refusal(("`LearningRateFinder`, `Tuner.lr_find`",),
         fits(callbacks=lambda root: [LearningRateFinder()]),
-        ("LearningRateFinder", "Tuner(Trainer(devices=1)).lr_find", "learning rate"),
-    ),
-    "BatchSizeFinder": Refusal(
-        ("`BatchSizeFinder`, `Tuner.scale_batch_size`",),
+        ("LearningRateFinder", "Tuner(Trainer(devices=1)).lr_find", "learning rate")),
+    "BatchSizeFinder": Refusal(("`BatchSizeFinder`, `Tuner.scale_batch_size`",),
         fits(callbacks=lambda root: [BatchSizeFinder()]),
-        ("BatchSizeFinder", "Tuner(Trainer(devices=1)).scale_batch_size", "batch size"),
-    ),
-}
+        ("BatchSizeFinder", "Tuner(Trainer(devices=1)).scale_batch_size", "batch size")),
+}  # fmt: skip

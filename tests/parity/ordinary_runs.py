@@ -176,7 +176,7 @@ class Ordinary(L.LightningModule):
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         self.reached("predict", batch_idx)
-        return self(batch[0])  # type: ignore[no-any-return]
+        return self(batch[0])
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)

@@ -195,7 +195,7 @@ def _module_hook(name: str) -> Callable[..., None]:
     def hook(self: Any, *args: Any, **kwargs: Any) -> None:
         self.book.note(self.trainer, name, *args, *kwargs.values())
 
-    hook.__signature__ = inspect.signature(getattr(L.LightningModule, name))  # type: ignore[attr-defined]
+    hook.__signature__ = inspect.signature(getattr(L.LightningModule, name))
     return hook
 
 
@@ -313,7 +313,7 @@ def runs_of(script: Script) -> Any:
     """A fixture for a module: what ``script`` left behind on one device and on the grid."""
 
     @pytest.fixture(scope="module")
-    def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    def runs(tmp_path_factory) -> Runs:
         return run_both(script, tmp_path_factory.mktemp(script.__name__))
 
     return runs

@@ -88,7 +88,7 @@ def attributes_of(trainer: L.Trainer, module: L.LightningModule, root: Path) -> 
 
     properties = [name for name, kind in inspect.getmembers(type(trainer)) if isinstance(kind, property)]
     look("trainer", trainer, sorted({*vars(trainer), *properties}))
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+    for callback in trainer.callbacks:
         if not is_own(callback):
             look(f"callback {type(callback).__name__}", callback, vars(callback))
 

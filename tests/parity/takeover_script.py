@@ -18,10 +18,6 @@ SEPARATOR = "=====next====="
 BARS = {"TQDM": TQDMProgressBar, "Rich": RichProgressBar}
 
 
-def batch_size(batch: Any) -> int:
-    return len(batch[0])
-
-
 class DiesInEvaluation(pl_callbacks.Callback):
     """Kills the first leader when the second batch of an evaluation begins."""
 
@@ -47,7 +43,7 @@ def killed(bar: str, entry: str, at: str, step: int) -> Any:
             logger=CSVLogger(session.root, name="logs", version=0),
             callbacks=[
                 BARS[bar](),
-                ThroughputMonitor(batch_size_fn=batch_size, window_size=2),
+                ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=2),
                 DeviceStatsMonitor(cpu_stats=True),
                 Timer(duration="00:00:10:00"),
                 kill_leader(entry, at, step),

@@ -44,7 +44,7 @@ def trains(scheduling: dict[int, int] | None = None, **trainer: Any) -> Callable
         callbacks = [session.diary(), LearningRateMonitor("step"), *trainer.get("callbacks", ())]
         if scheduling is not None:
             callbacks.append(GradientAccumulationScheduler(scheduling))
-        session.data.training = Data(session.data.batch_size).training  # type: ignore[method-assign]
+        session.data.training = Data(session.data.batch_size).training
         session.fit(
             Ordinary(),
             validates=True,
@@ -91,7 +91,7 @@ def assert_the_same(one: same.Run, grid: same.Run) -> None:
 
 
 @pytest.mark.parametrize("name", sampled(CASES, 1))
-def test_every_batch_is_what_it_is_on_one_device(tmp_path: Path, name: str) -> None:
+def test_every_batch_is_what_it_is_on_one_device(tmp_path, name):
     one, grid = same.run_both(CASES[name], tmp_path)
     assert_the_same(one, grid)
 
@@ -121,7 +121,7 @@ KILLS = {
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., same.Run]:
+def alone(tmp_path_factory) -> Callable[..., same.Run]:
     @functools.cache
     def run(**trainer: Any) -> same.Run:
         return same.on_one_device(dies(**trainer), tmp_path_factory.mktemp("one"))
@@ -130,9 +130,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., same.Run]:
 
 
 @pytest.mark.parametrize(("name", "clipped"), sampled(itertools.product(KILLS, [False, True]), 1, seed=15))
-def test_what_earlier_batches_have_added_survives_a_kill_and_reaches_the_replacement(
-    alone: Callable[..., same.Run], tmp_path: Path, name: str, clipped: bool
-) -> None:
+def test_what_earlier_batches_have_added_survives_a_kill_and_reaches_the_replacement(alone, tmp_path, name, clipped):
     options = {"gradient_clip_val": 0.05} if clipped else {}
     grid = same.on_a_grid(dies(*KILLS[name], **options), tmp_path, max_restarts=10)
     one = alone(**options)
@@ -159,7 +157,7 @@ def resumes(path: Path) -> Callable[[same.Session], None]:
 
 
 @pytest.mark.parametrize("batch", sampled([4, 7, 10], 1))
-def test_a_run_resumes_after_a_step_of_several_batches_with_the_factor_of_its_epoch(tmp_path: Path, batch: int) -> None:
+def test_a_run_resumes_after_a_step_of_several_batches_with_the_factor_of_its_epoch(tmp_path, batch):
     path = tmp_path / "saved.ckpt"
     whole = same.on_a_grid(trains({0: 2, 1: 3}, callbacks=[same.SavesAt(batch, path)]), tmp_path / "whole")
     resumed = same.on_a_grid(resumes(path), tmp_path)

@@ -13,7 +13,7 @@ import same_script as same
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, Timer
 from lightning.pytorch.loggers import CSVLogger
-from same_script import Classifier, Runs, Session, assert_same
+from same_script import Classifier, Session, assert_same
 from seen_attributes import DIFFERS, attributes_of, differences
 from support.sampling import sampled
 from support.training import failures
@@ -123,26 +123,26 @@ def fit_and_save(session: Session) -> None:
 fitted, tested = same.runs_of(fit_and_save), same.runs_of(fit_and_test)
 
 
-def test_every_attribute_after_fit_is_that_of_one_device(fitted: Runs) -> None:
+def test_every_attribute_after_fit_is_that_of_one_device(fitted):
     found = differences(*fitted)
     assert not found, "\n".join(found)
 
 
 @pytest.mark.long
-def test_every_attribute_after_a_test_that_follows_is_that_of_one_device(tested: Runs) -> None:
+def test_every_attribute_after_a_test_that_follows_is_that_of_one_device(tested):
     found = differences(*tested)
     assert not found, "\n".join(found)
 
 
 @pytest.mark.long
-def test_what_may_differ_exists(tested: Runs) -> None:
+def test_what_may_differ_exists(tested):
     """An entry of the list that stands for nothing would hide what gets its name."""
     known = attributes_of(tested[0].trainer, tested[0].module, tested[0].root)
     attributes = vars(Timer()), vars(ModelCheckpoint())
     assert {path for path in DIFFERS if path not in known} <= {f"callback Timer.{name}" for name in attributes[0]}
 
 
-def test_what_callbacks_and_the_module_keep_is_there(fitted: Runs) -> None:
+def test_what_callbacks_and_the_module_keep_is_there(fitted):
     trainer, module = fitted[1].trainer, fitted[1].module
     keeps = next(callback for callback in trainer.callbacks if isinstance(callback, Keeps))
     assert len(keeps.losses) == trainer.global_step == 2 * same.STEPS_PER_EPOCH
@@ -166,12 +166,12 @@ def assert_same_checkpoints(one: Path, other: Path) -> None:
             assert_same(mine[key], its[key], same.FLOAT32_TOLERANCE, key)
 
 
-def test_a_checkpoint_that_is_saved_after_fit_is_whole(fitted: Runs) -> None:
+def test_a_checkpoint_that_is_saved_after_fit_is_whole(fitted):
     one, grid = fitted
     assert_same_checkpoints(one.root / "after.ckpt", grid.root / "after.ckpt")
 
 
-def test_it_holds_what_the_last_checkpoint_of_the_workers_holds(fitted: Runs) -> None:
+def test_it_holds_what_the_last_checkpoint_of_the_workers_holds(fitted):
     folder = fitted[1].root
     (last,) = folder.rglob("epoch=1-step=8.ckpt")
     mine, its = (torch.load(path, weights_only=False) for path in (folder / "after.ckpt", last))
@@ -180,7 +180,7 @@ def test_it_holds_what_the_last_checkpoint_of_the_workers_holds(fitted: Runs) ->
 
 
 @pytest.mark.parametrize("resume", sampled([same.on_one_device, same.on_a_grid], 1, rest=pytest.mark.long))
-def test_it_can_be_resumed_on_one_device_and_on_a_grid(resume: Any, fitted: Runs, tmp_path: Path) -> None:
+def test_it_can_be_resumed_on_one_device_and_on_a_grid(resume, fitted, tmp_path):
     def go_on(before: same.Run, run: Any, folder: str) -> same.Run:
         path = before.root / "after.ckpt"
 
@@ -197,7 +197,7 @@ def test_it_can_be_resumed_on_one_device_and_on_a_grid(resume: Any, fitted: Runs
 
 
 @pytest.mark.long
-def test_every_attribute_is_there_if_the_leader_died(fitted: Runs, tmp_path: Path) -> None:
+def test_every_attribute_is_there_if_the_leader_died(fitted, tmp_path):
     def script(session: Session) -> None:
         fit(session, FaultInjectionCallback([Fault("kill", pipeline=0, stage=1, step=5)]))
 
@@ -245,7 +245,7 @@ with_data_module = same.runs_of(fit_a_data_module)
 
 
 @pytest.mark.long
-def test_a_data_module_and_accumulated_batches_are_known_as_on_one_device(with_data_module: Runs) -> None:
+def test_a_data_module_and_accumulated_batches_are_known_as_on_one_device(with_data_module):
     for run in with_data_module:
         assert run.trainer.datamodule.epochs_seen == 2
         assert run.trainer.num_training_batches == same.STEPS_PER_EPOCH

@@ -16,7 +16,7 @@ class Descent(Regression):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_a_second_fit_draws_other_numbers_than_the_first() -> None:
+def test_a_second_fit_draws_other_numbers_than_the_first():
     """Randomness is numbered by the step: runs of one and four steps draw what one of five does."""
     alike = TensorDataset(torch.ones(5 * GLOBAL_BATCH, 8).double(), torch.ones(5 * GLOBAL_BATCH, 1).double())
 

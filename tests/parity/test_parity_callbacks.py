@@ -9,34 +9,13 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import ordinary_runs
 import pytest
 import same_script as same
 import torch
-from lightning.pytorch.callbacks import (
-    Callback,
-    DeviceStatsMonitor,
-    EarlyStopping,
-    LearningRateMonitor,
-    ModelCheckpoint,
-    OnExceptionCheckpoint,
-    ThroughputMonitor,
-    Timer,
-)
+from lightning.pytorch import callbacks as cb
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from ordinary_callbacks import batch_size, callback
-from ordinary_runs import (
-    Case,
-    Session,
-    all_differences,
-    board,
-    columns,
-    csv_rows,
-    diaries,
-    files,
-    on_a_grid,
-    on_one_device,
-    without_root,
-)
 
 
 class Overfitted(same.Classifier):
@@ -57,7 +36,7 @@ class Kind(Enum):
     NOTES = 1
 
 
-class NotesRates(Callback):
+class NotesRates(cb.Callback):
     """Keeps the learning rate of every step, and the schedulers' states, as its own state."""
 
     def __init__(self) -> None:
@@ -79,21 +58,21 @@ class NotesRates(Callback):
 
 def callbacks(root: Path) -> dict[str, Any]:
     return {
-        "stopping": EarlyStopping("val_loss", patience=2),
-        "best": ModelCheckpoint(
+        "stopping": cb.EarlyStopping("val_loss", patience=2),
+        "best": cb.ModelCheckpoint(
             root / "best", monitor="val_loss", save_top_k=2, save_last=True, filename="{epoch}-{val_loss:.4f}"
         ),
-        "steps": ModelCheckpoint(root / "steps", every_n_train_steps=3, save_top_k=-1, save_weights_only=True),
-        "timed": ModelCheckpoint(root / "timed", train_time_interval=timedelta(seconds=0), save_top_k=-1),
+        "steps": cb.ModelCheckpoint(root / "steps", every_n_train_steps=3, save_top_k=-1, save_weights_only=True),
+        "timed": cb.ModelCheckpoint(root / "timed", train_time_interval=timedelta(seconds=0), save_top_k=-1),
         "rates": NotesRates(),
-        "monitor": LearningRateMonitor(log_momentum=True),
-        "throughput": ThroughputMonitor(batch_size_fn=batch_size, window_size=2),
-        "device": DeviceStatsMonitor(cpu_stats=True),
-        "timer": Timer(duration="00:00:10:00"),
+        "monitor": cb.LearningRateMonitor(log_momentum=True),
+        "throughput": cb.ThroughputMonitor(batch_size_fn=batch_size, window_size=2),
+        "device": cb.DeviceStatsMonitor(cpu_stats=True),
+        "timer": cb.Timer(duration="00:00:10:00"),
     }
 
 
-def monitored(session: Session) -> None:
+def monitored(session: ordinary_runs.Session) -> None:
     made = callbacks(session.root)
     trainer = session.fit(
         Overfitted(),
@@ -110,7 +89,7 @@ def monitored(session: Session) -> None:
     session.run.results["progress"] = session.run.progress
     session.run.results["weights"] = session.run.weights
     session.run.results["states"] = {  # as the fit left them; loading a checkpoint sets them back
-        name: without_root(deepcopy(callback.state_dict()), session.root)
+        name: ordinary_runs.without_root(deepcopy(callback.state_dict()), session.root)
         for name, callback in made.items()
         if name != "timer"
     }
@@ -119,7 +98,7 @@ def monitored(session: Session) -> None:
     )
 
 
-MONITORED = Case(
+MONITORED = ordinary_runs.Case(
     (),
     monitored,
     lambda run: 1 < run.results["states"]["stopping"]["stopped_epoch"] < 19,
@@ -128,38 +107,40 @@ MONITORED = Case(
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> same.Runs:
+def runs(tmp_path_factory) -> same.Runs:
     root = tmp_path_factory.mktemp("monitored")
-    return on_one_device(MONITORED, root / "one"), on_a_grid(MONITORED, same.STAGES, "none", root / "grid")
+    return ordinary_runs.on_one_device(MONITORED, root / "one"), ordinary_runs.on_a_grid(
+        MONITORED, same.STAGES, "none", root / "grid"
+    )
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_all_that_callbacks_and_loggers_leave_is_that_of_one_device(runs: same.Runs) -> None:
+def test_all_that_callbacks_and_loggers_leave_is_that_of_one_device(runs):
     one, grid = runs
     assert MONITORED.claim(grid), "the training did not stop early"
     same.assert_same(one.results, grid.results)
-    same.assert_same(csv_rows(one), csv_rows(grid))
-    same.assert_same(board(one), board(grid), 1e-6)  # TensorBoard keeps float32
-    assert set(diaries(grid)) == set(range(same.PIPELINES * same.STAGES)), "every worker decides"
-    found = all_differences(MONITORED, one, grid, None)
+    same.assert_same(ordinary_runs.csv_rows(one), ordinary_runs.csv_rows(grid))
+    same.assert_same(ordinary_runs.board(one), ordinary_runs.board(grid), 1e-6)  # TensorBoard keeps float32
+    assert set(ordinary_runs.diaries(grid)) == set(range(same.PIPELINES * same.STAGES)), "every worker decides"
+    found = ordinary_runs.all_differences(MONITORED, one, grid, None)
     assert not found, "\n".join(found)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_each_callback_and_each_logger_has_done_its_part(runs: same.Runs) -> None:
-    states, names = runs[1].results["states"], files(runs[1])
+def test_each_callback_and_each_logger_has_done_its_part(runs):
+    states, names = runs[1].results["states"], ordinary_runs.files(runs[1])
     assert all(states[name]["best_model_path"] for name in ("best", "steps", "timed"))
     assert all(sum(file.startswith(f"{name}/") for file in names) >= 3 for name in ("best", "steps", "timed"))
     assert {"csv/version_0/hparams.yaml", "board/version_0/events.out.tfevents"} <= names
-    assert {"train_loss", "val_loss", "every_step"} <= board(runs[1]).keys()
-    seen = columns(runs[1])
+    assert {"train_loss", "val_loss", "every_step"} <= ordinary_runs.board(runs[1]).keys()
+    seen = ordinary_runs.columns(runs[1])
     assert {"train_loss", "val_loss", "every_step", "every_epoch", "on_plateau"} <= seen
     assert any("momentum" in name for name in seen)
     assert sum("DeviceStatsMonitor" in name for name in seen) > 3
-    assert 0 < callback(runs[1], Timer).time_elapsed() < 60
+    assert 0 < callback(runs[1], cb.Timer).time_elapsed() < 60
 
 
-def test_model_checkpoint_keeps_the_two_best_and_the_last(runs: same.Runs) -> None:
+def test_model_checkpoint_keeps_the_two_best_and_the_last(runs):
     names = sorted(path.name for path in (runs[1].root / "best").iterdir())
     assert names[-1] == "last.ckpt"
     assert len(names) == 3
@@ -170,7 +151,7 @@ COMPARED_IN_CHECKPOINTS = ("epoch", "global_step", "state_dict", "optimizer_stat
 
 
 @pytest.mark.parametrize("name", ["best/last.ckpt", "steps/epoch=0-step=3.ckpt"])
-def test_a_checkpoint_of_the_grid_is_that_of_one_device(runs: same.Runs, name: str) -> None:
+def test_a_checkpoint_of_the_grid_is_that_of_one_device(runs, name):
     one, grid = (torch.load(run.root / name, weights_only=False) for run in runs)
     # What completes it is there if a run can go on from it.
     assert bool(grid.pop("lightning_recycle", None)) is ("optimizer_states" in grid)
@@ -182,12 +163,12 @@ def test_a_checkpoint_of_the_grid_is_that_of_one_device(runs: same.Runs, name: s
     assert one["hyper_parameters"] == grid["hyper_parameters"] == {"lr": 0.4}
 
 
-def test_the_best_checkpoint_is_found_by_name(runs: same.Runs) -> None:
+def test_the_best_checkpoint_is_found_by_name(runs):
     best = runs[1].results["states"]["best"]["best_model_score"]
     assert runs[1].results["best"][0]["test_loss"] == pytest.approx(float(best), rel=1e-10)
 
 
-def test_learning_rates_follow_the_schedulers_step_by_step(runs: same.Runs) -> None:
+def test_learning_rates_follow_the_schedulers_step_by_step(runs):
     noted = runs[1].results["states"]["rates"]
     assert len(set(noted["rates"])) == len(noted["rates"]) > 8, "the rate changes in every step"
     assert noted["schedulers"][2]["last_epoch"] > 2
@@ -200,30 +181,27 @@ def logged(run: same.Run, name: str) -> list[float]:
         return [float(row[name]) for row in csv.DictReader(file) if row[name]]
 
 
-def test_the_throughput_monitor_counts_the_samples_of_all_workers(runs: same.Runs) -> None:
+def test_the_throughput_monitor_counts_the_samples_of_all_workers(runs):
     assert logged(runs[1], "train/samples")[0] == 2 * same.GLOBAL_BATCH
     assert logged(runs[1], "validate/samples") == logged(runs[0], "validate/samples")
     samples, batches = (logged(runs[1], f"train/device/{what}_per_sec") for what in ("samples", "batches"))
     same.assert_same(samples, [same.GLOBAL_BATCH * b for b in batches], 1e-6)
 
 
-class Raises(Callback):
+class Raises(cb.Callback):
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step == 3:
             raise ArithmeticError("the user's own")
 
 
-def test_an_exception_of_the_user_leaves_no_checkpoint_and_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_exception_of_the_user_leaves_no_checkpoint_and_says_so(tmp_path, caplog):
     def script(session: same.Session) -> None:
         savers = [
-            OnExceptionCheckpoint(session.root / "any"),
-            ModelCheckpoint(session.root, "model", save_on_exception=True, every_n_train_steps=10_000),
+            cb.OnExceptionCheckpoint(session.root / "any"),
+            cb.ModelCheckpoint(session.root, "model", save_on_exception=True, every_n_train_steps=10_000),
         ]
         with pytest.raises(ArithmeticError):
             session.fit(same.Classifier(), callbacks=[Raises(), *savers], enable_checkpointing=True)
 
-    grid = same.on_a_grid(script, tmp_path)
-    assert grid.files() == []
+    assert same.on_a_grid(script, tmp_path).files() == []
     assert "No checkpoint is written for this error" in caplog.text

@@ -71,15 +71,13 @@ def script(session: same.Session) -> None:
 
 
 @pytest.fixture(scope="module")
-def one_device(tmp_path_factory: pytest.TempPathFactory) -> same.Run:
+def one_device(tmp_path_factory) -> same.Run:
     return same.on_one_device(script, tmp_path_factory.mktemp("one"))
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["file", "folder"])
 @pytest.mark.parametrize("stages", sampled([1, 2], 1))
-def test_files_paths_and_scores_are_the_same_in_every_epoch(
-    stages: int, sharded: bool, one_device: same.Run, tmp_path: Path
-) -> None:
+def test_files_paths_and_scores_are_the_same_in_every_epoch(stages, sharded, one_device, tmp_path):
     run = same.Run(None, None, tmp_path)
     strategy = recycle_strategy(
         pipeline_parallel_size=stages, num_microbatches=2, background=True, save_distributed_checkpoint=sharded

@@ -55,9 +55,7 @@ def notes(run: same.Run) -> dict[int, list[Any]]:
 
 
 @pytest.mark.parametrize("stage", sampled([0, 1], 1, rest=pytest.mark.long))
-def test_what_is_made_of_collected_outputs_is_that_of_one_device_though_workers_die_and_join(
-    tmp_path: Path, stage: int
-) -> None:
+def test_what_is_made_of_collected_outputs_is_that_of_one_device_though_workers_die_and_join(tmp_path, stage):
     def with_a_kill(session: same.Session) -> None:
         collected(session, Fault("kill", 0, stage, step=5, at="backward_input"), Fault("kill", 1, stage, step=9))
 
@@ -76,5 +74,5 @@ def test_what_is_made_of_collected_outputs_is_that_of_one_device_though_workers_
         same.assert_same(expected[-1], noted[-1], where=f"worker {rank}")
 
 
-def test_what_cannot_be_pickled_stays_where_it_is(tmp_path: Path) -> None:
+def test_what_cannot_be_pickled_stays_where_it_is(tmp_path):
     same.on_a_grid(lambda session: session.fit(KeepsAFunction(), validates=True, max_epochs=1) and None, tmp_path)

@@ -6,7 +6,6 @@ which there is little to train or to validate, batches that are dicts, and flags
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,16 +16,7 @@ from ordinary_callbacks import CALLBACKS
 from ordinary_data import DATA
 from ordinary_flags import FLAGS, fits
 from ordinary_loggers import LOGGERS
-from ordinary_runs import (
-    Case,
-    Script,
-    Session,
-    all_differences,
-    calls,
-    on_a_grid,
-    on_one_device,
-    validated_at,
-)
+from ordinary_runs import Case, Script, Session, all_differences, calls, on_a_grid, on_one_device, validated_at
 from torch.utils.data import DataLoader, Dataset
 
 RECORDS = same.GLOBAL_BATCH * same.STEPS_PER_EPOCH + 3
@@ -97,15 +87,12 @@ VARIATIONS += ["min_epochs", "deterministic and benchmark", "outputs collected i
 VARIATIONS += ["batches that are dicts, read by a process"]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *ALWAYS,
-        *(pytest.param(name, marks=pytest.mark.long) for name in LONG),
-        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in VARIATIONS),
-    ],
-)
-def test_a_flag_means_the_same(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", [
+    *ALWAYS,
+    *(pytest.param(name, marks=pytest.mark.long) for name in LONG),
+    *(pytest.param(name, marks=pytest.mark.exhaustive) for name in VARIATIONS),
+])  # fmt: skip
+def test_a_flag_means_the_same(tmp_path, name):
     case = CASES[name]
     one = on_one_device(case, tmp_path / "one", pipeline=True)
     grid = on_a_grid(case, same.STAGES, "none", tmp_path / "grid", pipeline=True)
@@ -132,7 +119,7 @@ def stopped_by_the_clock(session: same.Session) -> None:
     session.fit(same.Classifier(), max_time={"seconds": 3}, callbacks=[Slow(0.3), session.diary()])
 
 
-def test_max_time_stops_all_workers_at_the_same_step(tmp_path: Path) -> None:
+def test_max_time_stops_all_workers_at_the_same_step(tmp_path):
     one, grid = same.run_both(stopped_by_the_clock, tmp_path)
     assert 2 <= one.progress[1] <= 10  # not so many as the clock allows on a busy machine
     assert 2 <= grid.progress[1] <= 10
@@ -147,16 +134,12 @@ INTERVAL = 0.25  # seconds
 
 def validated_by_the_clock(session: same.Session) -> None:
     session.fit(
-        same.Classifier(),
-        validates=True,
-        val_check_interval={"seconds": INTERVAL},
-        check_val_every_n_epoch=None,
-        max_steps=8,
-        callbacks=[Slow(), session.diary()],
-    )
+        same.Classifier(), validates=True, val_check_interval={"seconds": INTERVAL}, check_val_every_n_epoch=None,
+        max_steps=8, callbacks=[Slow(), session.diary()],
+    )  # fmt: skip
 
 
-def test_a_val_check_interval_in_seconds_validates_on_all_workers_at_the_same_step(tmp_path: Path) -> None:
+def test_a_val_check_interval_in_seconds_validates_on_all_workers_at_the_same_step(tmp_path):
     grid = same.on_a_grid(validated_by_the_clock, tmp_path)
     (slow,) = (callback for callback in grid.trainer.callbacks if isinstance(callback, Slow))
     assert 1 <= len(validated_at(grid)) <= 2 + (slow.moments[-1] - slow.moments[0]) / INTERVAL
@@ -183,7 +166,7 @@ def exceptions_told(run: same.Run) -> Iterator[str]:
 
 
 @pytest.mark.filterwarnings("ignore:(?s).*Error detected in")
-def test_detect_anomaly_raises_the_same_error_in_the_launching_process(tmp_path: Path) -> None:
+def test_detect_anomaly_raises_the_same_error_in_the_launching_process(tmp_path):
     one, grid = same.run_both(anomalous, tmp_path)
     assert "returned nan values" in one.results["error"]
     assert one.results["error"] == grid.results["error"]

@@ -6,7 +6,6 @@ on a CPU into ``bf16-mixed``; the plugin itself works there.
 """
 
 import itertools
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -195,16 +194,13 @@ KILLS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "kill"),
-    [
-        ("plain", ""),
-        ("clipped by norm", "reducing it"),
-        ("fused", "skipping the step"),
-        *sampled([(name, kill) for name in CASES for kill in KILLS], 1),
-    ],
-)
-def test_weights_and_scale_are_those_of_one_device(name: str, kill: str) -> None:
+@pytest.mark.parametrize(("name", "kill"), [
+    ("plain", ""),
+    ("clipped by norm", "reducing it"),
+    ("fused", "skipping the step"),
+    *sampled([(name, kill) for name in CASES for kill in KILLS], 1),
+])  # fmt: skip
+def test_weights_and_scale_are_those_of_one_device(name, kill):
     make, options = CASES[name]
     reference, module = make(), make()
     expected = alone(reference, **{key: value for key, value in options.items() if key != "strategy"})
@@ -215,7 +211,7 @@ def test_weights_and_scale_are_those_of_one_device(name: str, kill: str) -> None
 
 
 @pytest.mark.parametrize(("make", "at"), sampled(itertools.product([Ordinary, Manual], ["forward", "optimizer"]), 1))
-def test_with_one_stage_too_whoever_steps_the_optimizer(make: Any, at: str) -> None:
+def test_with_one_stage_too_whoever_steps_the_optimizer(make, at):
     reference, module = make(), make()
     expected = alone(reference)
     faults = [Fault("kill", 1, 0, step=OVERFLOWS[0], at=at)]
@@ -224,7 +220,7 @@ def test_with_one_stage_too_whoever_steps_the_optimizer(make: Any, at: str) -> N
     assert failures(found[0]) == [(1, 0)]
 
 
-def test_the_scale_is_resumed_on_another_grid(tmp_path: Path) -> None:
+def test_the_scale_is_resumed_on_another_grid(tmp_path):
     reference, half, there = Piped(), Piped(), Piped()
     expected = alone(reference)
     keep = ModelCheckpoint(tmp_path, filename="half", every_n_train_steps=4, save_top_k=-1, save_weights_only=False)
@@ -236,7 +232,7 @@ def test_the_scale_is_resumed_on_another_grid(tmp_path: Path) -> None:
     assert saved == alone(Piped(), max_steps=4)[0].precision_plugin.state_dict()
 
 
-def test_a_worker_that_joins_has_the_scale_of_its_peers() -> None:
+def test_a_worker_that_joins_has_the_scale_of_its_peers():
     reference, module = Piped(), Piped()
     expected = alone(reference)
     faults = [Fault("kill", 1, 1, step=1, at="forward")]
@@ -245,7 +241,7 @@ def test_a_worker_that_joins_has_the_scale_of_its_peers() -> None:
     assert_same(module, found, reference, expected)
 
 
-def test_float16_overflows_and_recovers_as_on_one_device() -> None:
+def test_float16_overflows_and_recovers_as_on_one_device():
     """In float16 the rounding differs, but not what overflows: the scale begins far too high."""
     reference, module = InHalf(), InHalf()
     too_high = {"init_scale": 2.0**40, "backoff_factor": 2.0**-10, "growth_interval": 100}

@@ -56,12 +56,8 @@ def note_from_lambda(trainer: Any, *_: Any) -> None:
 def fitted(session: same.Session) -> None:
     module = same.KeepsDiary()
     module.book = same.Book(session.root / "diary", "module")
-    trainer = session.trainer(
-        max_epochs=2,
-        val_check_interval=2,
-        enable_checkpointing=True,
-        callbacks=[session.diary(), LambdaCallback(on_train_epoch_end=note_from_lambda)],
-    )
+    callbacks = [session.diary(), LambdaCallback(on_train_epoch_end=note_from_lambda)]
+    trainer = session.trainer(max_epochs=2, val_check_interval=2, enable_checkpointing=True, callbacks=callbacks)
     session.run.module = module
     trainer.fit(module, datamodule=KeepsDiaryOfData(session))
 
@@ -69,7 +65,7 @@ def fitted(session: same.Session) -> None:
 runs = same.runs_of(fitted)
 
 
-def test_the_hooks_of_callbacks_are_those_of_one_device(runs: same.Runs) -> None:
+def test_the_hooks_of_callbacks_are_those_of_one_device(runs):
     one, grid = (run.diary("callback") for run in runs)
     called = {hook for hook, _, _ in one}
     expected = {h for h in same.CALLBACK_HOOKS if "test" not in h and "predict" not in h} - NOT_CALLED
@@ -77,7 +73,7 @@ def test_the_hooks_of_callbacks_are_those_of_one_device(runs: same.Runs) -> None
     same.assert_same(one, grid)
 
 
-def test_the_hooks_of_the_module_are_those_of_one_device(runs: same.Runs) -> None:
+def test_the_hooks_of_the_module_are_those_of_one_device(runs):
     one, grid = (run.diary("module") for run in runs)
     called = {hook for hook, _, _ in one}
     assert called >= {h for h in same.MODULE_HOOKS if "test" not in h and "predict" not in h} - NOT_CALLED
@@ -85,7 +81,7 @@ def test_the_hooks_of_the_module_are_those_of_one_device(runs: same.Runs) -> Non
     same.assert_same(one, grid)
 
 
-def test_the_hooks_of_the_data_module_are_those_of_one_device(runs: same.Runs) -> None:
+def test_the_hooks_of_the_data_module_are_those_of_one_device(runs):
     one, grid = (run.diary("data") for run in runs)
     assert [hook for hook, _, _ in one] == [
         "prepare_data",
@@ -99,14 +95,14 @@ def test_the_hooks_of_the_data_module_are_those_of_one_device(runs: same.Runs) -
 
 
 @pytest.mark.parametrize("who", ["callback", "module"])
-def test_every_worker_runs_the_same_hooks(runs: same.Runs, who: str) -> None:
+def test_every_worker_runs_the_same_hooks(runs, who):
     leader = runs[1].diary(who)
     for rank in set(range(same.PIPELINES * same.STAGES)) - {same.LEADER}:
         expected = [entry for entry in leader if entry[0] != "prepare_data"]  # which is once on each machine
         same.assert_same(expected, runs[1].diary(who, rank), where=f"rank {rank}")
 
 
-def test_a_lambda_callback_runs_on_every_worker(runs: same.Runs) -> None:
+def test_a_lambda_callback_runs_on_every_worker(runs):
     one, grid = (run.diary("lambda") for run in runs)
     assert [progress for _, progress, _ in one] == [[0, 4, "RunningStage.TRAINING"], [1, 8, "RunningStage.TRAINING"]]
     same.assert_same(one, grid)
@@ -114,7 +110,7 @@ def test_a_lambda_callback_runs_on_every_worker(runs: same.Runs) -> None:
     assert same.LEADER != 0
 
 
-def test_weights_and_progress_are_the_same(runs: same.Runs) -> None:
+def test_weights_and_progress_are_the_same(runs):
     one, grid = runs
     same.assert_same(one.weights, grid.weights)
     assert one.progress == grid.progress == (2, 8)
@@ -129,7 +125,7 @@ def evaluated(session: same.Session) -> None:
 
 
 @pytest.mark.parametrize("entry", sampled(["validate", "test", "predict"], 1, rest=pytest.mark.long))
-def test_the_hooks_of_an_evaluation_are_those_of_one_device(tmp_path: Path, entry: str) -> None:
+def test_the_hooks_of_an_evaluation_are_those_of_one_device(tmp_path, entry):
     one, grid = same.run_both(evaluated, tmp_path / entry)
     phase = "validation" if entry == "validate" else entry
     diary = one.diary("callback")
@@ -167,7 +163,7 @@ def resumed(session: same.Session) -> None:
     session.run.results["known"] = restored.known_in_fit_start
 
 
-def test_what_a_checkpoint_restores_is_there_when_a_fit_starts(tmp_path: Path) -> None:
+def test_what_a_checkpoint_restores_is_there_when_a_fit_starts(tmp_path):
     one, grid = same.run_both(resumed, tmp_path)
     assert one.results == grid.results == {"known": "what the checkpoint says"}
     assert one.progress == grid.progress == (1, 4)  # the timer's time was up

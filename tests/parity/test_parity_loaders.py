@@ -53,7 +53,7 @@ class Several(same.Classifier):
 
     def loss(self, output: Tensor, target: Any) -> Tensor:
         parts = output.split([len(y) for y in target])
-        return sum(functional.cross_entropy(part, y) for part, y in zip(parts, target, strict=True))  # type: ignore[return-value]
+        return sum(functional.cross_entropy(part, y) for part, y in zip(parts, target, strict=True))
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Sees the combination, as it is on one device."""
@@ -164,8 +164,7 @@ GIVEN: dict[str, Callable[[same.Session], Any]] = {
     "a batch sampler": composed,
     "a batch sampler, read by a process": lambda s: composed(s, num_workers=1),
     "a batch sampler of another kind": lambda s: DataLoader(
-        same.samples(SIZE),
-        batch_sampler=Unsized(s.data.batch_size),  # type: ignore[arg-type]
+        same.samples(SIZE), batch_sampler=Unsized(s.data.batch_size)
     ),
 }
 
@@ -210,7 +209,7 @@ def hooks_of(run: same.Run) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", sampled(COMBINED, 1, seed=1))
-def test_training_takes_the_combined_batches_of_one_device(tmp_path: Path, name: str) -> None:
+def test_training_takes_the_combined_batches_of_one_device(tmp_path, name):
     one, grid = same.run_both(trains_on(name), tmp_path)
     same.assert_same(hooks_of(one), hooks_of(grid), where="hooks")
     same.assert_same(one.weights, grid.weights)
@@ -220,7 +219,7 @@ def test_training_takes_the_combined_batches_of_one_device(tmp_path: Path, name:
 @pytest.mark.parametrize(
     "options", sampled([{"limit_train_batches": 3}, {"limit_train_batches": 0.5}, {"accumulate_grad_batches": 2}], 1)
 )
-def test_limits_and_accumulation_count_combined_batches(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_limits_and_accumulation_count_combined_batches(tmp_path, options):
     one, grid = same.run_both(trains_on("a list", **options), tmp_path)
     same.assert_same(one.weights, grid.weights)
     same.assert_same(one.results, grid.results, same.FLOAT32_TOLERANCE)
@@ -241,7 +240,7 @@ def in_each_phase(make: Callable[[same.Session], Any]) -> Callable[[same.Session
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*batch sampler.*")
 @pytest.mark.parametrize("name", sampled(GIVEN, 2, seed=2))
-def test_each_phase_takes_the_given_batches_as_on_one_device(tmp_path: Path, name: str) -> None:
+def test_each_phase_takes_the_given_batches_as_on_one_device(tmp_path, name):
     one, grid = same.run_both(in_each_phase(GIVEN[name]), tmp_path)
     same.assert_same(one.weights, grid.weights)
     same.assert_same(one.results, grid.results, same.FLOAT32_TOLERANCE)
@@ -251,7 +250,7 @@ def evaluated(mode: str) -> Callable[[same.Session], None]:
     def script(session: same.Session) -> None:
         """The last batches are of 5 samples and of 1, which cannot be divided."""
         data, half = session.data, same.Data(session.data.batch_size // 2)
-        loaders = CombinedLoader({"a": data.loader(21, seed=2), "b": half.loader(9, seed=3)}, mode)  # type: ignore[arg-type]
+        loaders = CombinedLoader({"a": data.loader(21, seed=2), "b": half.loader(9, seed=3)}, mode)
         module = session.run.module = Several()
         trainer = session.trainer(max_epochs=1)
         trainer.fit(module, large(session, 2), loaders)
@@ -262,7 +261,7 @@ def evaluated(mode: str) -> Callable[[same.Session], None]:
 
 
 @pytest.mark.parametrize("mode", sampled(["min_size", "max_size", "max_size_cycle", "sequential"], 1))
-def test_evaluations_take_the_combined_batches_of_one_device(tmp_path: Path, mode: str) -> None:
+def test_evaluations_take_the_combined_batches_of_one_device(tmp_path, mode):
     one, grid = same.run_both(evaluated(mode), tmp_path)
     assert one.results["test"]
     same.assert_same(one.results, grid.results, same.FLOAT32_TOLERANCE)
@@ -277,7 +276,7 @@ KILLED = [
 
 
 @pytest.mark.parametrize("name", KILLED)
-def test_a_kill_changes_nothing_and_a_replacement_finds_its_place(tmp_path: Path, name: str) -> None:
+def test_a_kill_changes_nothing_and_a_replacement_finds_its_place(tmp_path, name):
     one = same.on_one_device(trains_on(name, epochs=3), tmp_path / "one")
     faults = FaultInjectionCallback([Fault("kill", 1, 1, step=2), Fault("kill", 0, 0, step=6)])
     grid = same.on_a_grid(trains_on(name, faults, AwaitReplacement([4, 8]), epochs=3), tmp_path, max_restarts=10)
@@ -295,7 +294,7 @@ RESUMED = [
 
 
 @pytest.mark.parametrize(("name", "batch"), RESUMED)
-def test_a_run_resumes_where_it_was(tmp_path: Path, name: str, batch: int) -> None:
+def test_a_run_resumes_where_it_was(tmp_path, name, batch):
     path = tmp_path / "saved.ckpt"
     whole = same.on_a_grid(trains_on(name, same.SavesAt(batch, path), epochs=3), tmp_path / "whole")
     resumed = same.on_a_grid(trains_on(name, epochs=3, ckpt_path=path), tmp_path / "resumed")
@@ -304,7 +303,7 @@ def test_a_run_resumes_where_it_was(tmp_path: Path, name: str, batch: int) -> No
 
 
 @pytest.mark.long
-def test_batches_of_any_size_need_one_microbatch_and_the_error_says_so(tmp_path: Path) -> None:
+def test_batches_of_any_size_need_one_microbatch_and_the_error_says_so(tmp_path):
     def script(session: same.Session) -> None:
         session.trainer(max_epochs=1).fit(same.Classifier(), Sized(last=3))
 
@@ -313,7 +312,7 @@ def test_batches_of_any_size_need_one_microbatch_and_the_error_says_so(tmp_path:
 
 
 @pytest.mark.long
-def test_with_one_microbatch_the_last_batch_may_be_smaller(tmp_path: Path) -> None:
+def test_with_one_microbatch_the_last_batch_may_be_smaller(tmp_path):
     script = in_each_phase(lambda _: Sized(last=3))
     one = same.on_one_device(script, tmp_path / "one")
     grid = same.on_a_grid(script, tmp_path / "grid", num_microbatches=1)
@@ -332,7 +331,7 @@ def augmented(session: same.Session) -> None:
     session.fit(NoisyOnTheDevice(), max_epochs=2)
 
 
-def test_what_a_batch_hook_draws_depends_on_the_data_alone(tmp_path: Path) -> None:
+def test_what_a_batch_hook_draws_depends_on_the_data_alone(tmp_path):
     grid = same.on_a_grid(augmented, tmp_path / "2x2")
     again = same.on_a_grid(augmented, tmp_path / "again", staggered=False, split_backward=False)
     same.assert_same(grid.weights, again.weights)

@@ -53,12 +53,12 @@ MEASURED = Case((), measured, lambda run: run.results["fit"].keys() >= FIT_METRI
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> same.Runs:
+def runs(tmp_path_factory) -> same.Runs:
     one, grid = (tmp_path_factory.mktemp(name) for name in ("one", "grid"))
     return on_one_device(MEASURED, one), on_a_grid(MEASURED, same.STAGES, "none", grid)
 
 
-def test_all_that_is_measured_and_logged_is_that_of_one_device(runs: same.Runs) -> None:
+def test_all_that_is_measured_and_logged_is_that_of_one_device(runs):
     one, grid = runs
     assert MEASURED.claim(one)
     assert one.progress == (2, 8)
@@ -73,7 +73,7 @@ def test_all_that_is_measured_and_logged_is_that_of_one_device(runs: same.Runs) 
         same.assert_same(one.results["fit"][loss], grid.results["fit"][loss])
 
 
-def test_every_worker_sees_the_same_metrics_when_callbacks_decide(runs: same.Runs) -> None:
+def test_every_worker_sees_the_same_metrics_when_callbacks_decide(runs):
     notes = runs[1].root / "diary" / "notes"
     found = {path.name.split("-")[0]: path.read_text() for path in notes.iterdir()}
     assert len(found) == same.PIPELINES * same.STAGES

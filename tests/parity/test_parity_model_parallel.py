@@ -39,7 +39,7 @@ def difference(one: Path, other: Path) -> float:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("theirs", "form"), OTHERS, ids=str)
-def test_the_same_weights_and_each_others_checkpoints(theirs: tuple[str, str], form: str, tmp_path: Path) -> None:
+def test_the_same_weights_and_each_others_checkpoints(theirs, form, tmp_path):
     more = ["folder"] if form == "folder" else []
     recycle = ("recycle", theirs[1])
     before, expected = trained(theirs, 20, tmp_path / "theirs", *more)

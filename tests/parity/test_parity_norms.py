@@ -51,29 +51,23 @@ def logged(module: type[LogsNorms], *faults: Fault) -> same.Script:
     return script
 
 
-def noted(run: same.Run) -> list[list[str]]:
-    return [path.read_text().splitlines() for path in (run.root / "norms").iterdir()]
-
-
 @pytest.mark.parametrize("staggered", sampled([True, False], 1, rest=pytest.mark.long))
 @pytest.mark.parametrize("module", [LogsNorms, LogsNormsOfTied])
-def test_grad_norm_is_that_of_one_device_on_every_worker(
-    tmp_path: Path, module: type[LogsNorms], staggered: bool
-) -> None:
+def test_grad_norm_is_that_of_one_device_on_every_worker(tmp_path, module, staggered):
     one = same.on_one_device(logged(module), tmp_path / "one")
     grid = same.on_a_grid(logged(module), tmp_path / "grid", staggered=staggered)
     assert "grad_2.0_norm_total" in one.metrics
     assert "grad_2.0_norm/layers.4.bias" in one.metrics
     same.assert_same(one.metrics, grid.metrics)
     same.assert_same(one.weights, grid.weights)
-    found = noted(grid)
+    found = [path.read_text().splitlines() for path in (grid.root / "norms").iterdir()]
     assert len(found) == same.PIPELINES * same.STAGES
     assert all(lines == found[0] for lines in found)
 
 
 @pytest.mark.parametrize("stage", sampled([0, 1], 1, rest=pytest.mark.long))
 @pytest.mark.parametrize("at", sampled(["backward_input", "optimizer"], 1, rest=pytest.mark.long))
-def test_grad_norm_is_complete_whoever_dies(tmp_path: Path, stage: int, at: str) -> None:
+def test_grad_norm_is_complete_whoever_dies(tmp_path, stage, at):
     one = same.on_one_device(logged(LogsNorms), tmp_path / "one")
     fault = Fault("kill", 0, stage, step=3, at=at)
     grid = same.on_a_grid(logged(LogsNorms, fault), tmp_path / "grid", max_restarts=10)
@@ -101,7 +95,7 @@ def clipped_once(session: same.Session) -> None:
     session.fit(HasNaN(), max_steps=1, gradient_clip_val=0.1)
 
 
-def test_clipping_by_a_norm_that_is_no_number_ruins_all_stages_as_on_one_device(tmp_path: Path) -> None:
+def test_clipping_by_a_norm_that_is_no_number_ruins_all_stages_as_on_one_device(tmp_path):
     one, grid = same.run_both(clipped_once, tmp_path)
     assert all(weight.isnan().all() for weight in one.weights.values())
     assert all(weight.isnan().all() for weight in grid.weights.values())

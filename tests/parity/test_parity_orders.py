@@ -39,7 +39,6 @@ class Shifts(Splits):
     """Samples that depend on a global variable, which no worker gets from another."""
 
     def setup(self, stage: str) -> None:
-        assert self.marker is not None
         _shift[0] = float(self.marker.exists())
         self.training = Shifted(same.samples(2 * SIZE), range(SIZE))
 
@@ -56,7 +55,7 @@ class Shifted(Subset[Any]):
         return [self[index] for index in indices]
 
 
-def test_a_split_that_differs_between_workers_ends_the_run_before_its_first_step(tmp_path: Path) -> None:
+def test_a_split_that_differs_between_workers_ends_the_run_before_its_first_step(tmp_path):
     def script(session: same.Session) -> None:
         session.run.module = same.Classifier()
         session.trainer(max_epochs=1).fit(session.run.module, datamodule=Splits(session.data.batch_size, None))
@@ -78,9 +77,7 @@ class MarksAndWaits(Callback):
 
 @pytest.mark.long
 @pytest.mark.parametrize(("data", "stays"), [(Splits, True), (Shifts, False)])
-def test_a_replacement_has_the_split_of_its_peer_and_goes_if_its_data_differ_all_the_same(
-    data: type[Splits], stays: bool, tmp_path: Path
-) -> None:
+def test_a_replacement_has_the_split_of_its_peer_and_goes_if_its_data_differ_all_the_same(data, stays, tmp_path):
     marker = tmp_path / "marker"
     seen = []
     for faults in ([], [Fault("kill", 1, 1, step=2)]):

@@ -52,7 +52,7 @@ def judge(name: str) -> same.Run:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(("name", "stages", "kind"), sampled(MATRIX, 5))
-def test_an_ordinary_module_is_as_on_one_device(name: str, stages: int, kind: str, tmp_path: Path) -> None:
+def test_an_ordinary_module_is_as_on_one_device(name, stages, kind, tmp_path):
     case, one = CASES[name], judge(name)
     grid = on_a_grid(case, stages, kind, tmp_path)
     for run in (one, grid):
@@ -63,19 +63,17 @@ def test_an_ordinary_module_is_as_on_one_device(name: str, stages: int, kind: st
 
 @pytest.mark.filterwarnings("ignore:.*experimental.*", "ignore:.*nodes.*")
 @pytest.mark.parametrize(("name", "stages"), [(n, stages) for n, case in REFUSALS.items() for stages in case.stages])
-def test_what_is_refused_is_refused_before_anything_starts(
-    name: str, stages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_refused_is_refused_before_anything_starts(name, stages, tmp_path, monkeypatch):
     check(REFUSALS[name], stages, False, tmp_path, monkeypatch)
 
 
-def test_every_row_of_the_page_has_a_case() -> None:
+def test_every_row_of_the_page_has_a_case():
     rows = {row[0] for row in ROWS} - NO_CASE
     with_cases = {row for case in (*CASES.values(), *REFUSALS.values()) for row in case.rows}
     assert with_cases == rows
 
 
-def test_what_the_page_refuses_is_refused_and_the_rest_is_run() -> None:
+def test_what_the_page_refuses_is_refused_and_the_rest_is_run():
     status = {row[0]: row[1] for row in ROWS}
     refused = {row for case in REFUSALS.values() for row in case.rows}
     run = {row for case in CASES.values() for row in case.rows}
@@ -84,10 +82,10 @@ def test_what_the_page_refuses_is_refused_and_the_rest_is_run() -> None:
 
 
 @pytest.mark.parametrize("flag", list(inspect.signature(L.Trainer.__init__).parameters)[1:])
-def test_every_flag_of_the_trainer_is_in_the_table(flag: str) -> None:
+def test_every_flag_of_the_trainer_is_in_the_table(flag):
     assert any(f"`{flag}`" in row[0] for row in ROWS)
 
 
 @pytest.mark.parametrize("name", sorted(set(pl_callbacks.__all__) - NO_CALLBACKS_OF_A_RUN))
-def test_every_callback_of_lightning_is_in_the_table(name: str) -> None:
+def test_every_callback_of_lightning_is_in_the_table(name):
     assert any(re.search(rf"`{name}[`(]", row[0]) for row in ROWS)

@@ -39,14 +39,10 @@ class Ordinary(L.LightningModule):
 
     def returned(self, loss: Tensor, output: Tensor, y: Tensor) -> dict[str, Any]:
         return {
-            "loss": loss,
-            "y": y.clone(),
-            "rows": output,
-            "two per sample": output.view(-1, 2),
+            "loss": loss, "y": y.clone(), "rows": output, "two per sample": output.view(-1, 2),
             "nested": [{"error": e, "y": t} for e, t in zip((output - y).abs().mean(1), y, strict=True)],
-            "answer": Answer(output.argmax(1), [f"{float(t[0]):.12f}" for t in y]),
-            "mean": output.mean(),
-        }
+            "answer": Answer(output.argmax(1), [f"{float(t[0]):.12f}" for t in y]), "mean": output.mean(),
+        }  # fmt: skip
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         assert torch.equal(outputs["y"], batch[1])
@@ -171,7 +167,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("module", "grid", "kills"), CASES)
-def test_rows_of_outputs_are_those_of_the_batch(module: Any, grid: str, kills: bool) -> None:
+def test_rows_of_outputs_are_those_of_the_batch(module, grid, kills):
     devices, options = GRIDS[grid]
     stages = options.get("pipeline_parallel_size", 1)
     loader = DataLoader(data(), BATCH * stages // devices)
@@ -182,7 +178,7 @@ def test_rows_of_outputs_are_those_of_the_batch(module: Any, grid: str, kills: b
     assert_same(found, expected)
 
 
-def test_rows_are_those_of_each_batch_that_is_accumulated() -> None:
+def test_rows_are_those_of_each_batch_that_is_accumulated():
     found = on_grid(Ordinary(), DataLoader(data(), 8), 2, KILLS[1], {"num_microbatches": 2}, accumulate_grad_batches=2)
     assert_same(found, alone(Ordinary(), DataLoader(data(), BATCH), accumulate_grad_batches=2))
 
@@ -218,12 +214,12 @@ LOADERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_rows_are_those_of_batches_that_are_given(name: str) -> None:
+def test_rows_are_those_of_batches_that_are_given(name):
     found = on_grid(Ordinary(), LOADERS[name](), 1, [], {"num_microbatches": 4})
     assert_same(found, alone(Ordinary(), LOADERS[name]()))
 
 
-def test_rows_of_a_batch_that_each_pipeline_trains_on_come_once() -> None:
+def test_rows_of_a_batch_that_each_pipeline_trains_on_come_once():
     found = on_grid(Ordinary(), LOADERS["an iterable's"](), 2, [], {"num_microbatches": 2})
     expected = alone(Ordinary(), LOADERS["an iterable's"]())
     assert found.errors == pytest.approx(expected.errors, abs=1e-10)

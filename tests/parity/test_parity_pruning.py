@@ -1,7 +1,5 @@
 """``ModelPruning`` with one stage: the same parameters are masked as on one device, whoever dies or joins."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning as L
@@ -47,7 +45,7 @@ def on_grid(pruning: ModelPruning, faults: list[Fault] | None = None) -> tuple[L
 
 
 @pytest.mark.parametrize("permanent", sampled([True, False], 1, rest=pytest.mark.long))
-def test_the_same_is_pruned_as_on_one_device(permanent: bool) -> None:
+def test_the_same_is_pruned_as_on_one_device(permanent):
     def pruning() -> ModelPruning:
         return ModelPruning("l1_unstructured", amount=0.3, make_pruning_permanent=permanent)
 
@@ -59,7 +57,7 @@ def test_the_same_is_pruned_as_on_one_device(permanent: bool) -> None:
     assert ("body.0.weight_mask" in weights) is not permanent
 
 
-def test_what_is_pruned_at_random_does_not_depend_on_failures() -> None:
+def test_what_is_pruned_at_random_does_not_depend_on_failures():
     def pruning() -> ModelPruning:
         return ModelPruning("random_unstructured", amount=0.3, make_pruning_permanent=False)
 
@@ -70,7 +68,7 @@ def test_what_is_pruned_at_random_does_not_depend_on_failures() -> None:
     assert 0 < float(weights["body.0.weight_mask"].mean()) < 0.5
 
 
-def test_a_module_takes_the_form_of_a_state_dict() -> None:
+def test_a_module_takes_the_form_of_a_state_dict():
     plain, masked = Classifier(), Classifier()
     before = [id(parameter) for parameter in plain.parameters()]
     nn.utils.prune.l1_unstructured(masked.body[0], "weight", amount=0.5)

@@ -49,17 +49,17 @@ def divided(session: same.Session) -> None:
 divided_runs = same.runs_of(divided)
 
 
-def test_a_global_batch_that_is_divided_by_the_world_size_stays_whole(divided_runs: same.Runs) -> None:
+def test_a_global_batch_that_is_divided_by_the_world_size_stays_whole(divided_runs):
     one, grid = divided_runs
     assert grid.progress == one.progress == (1, same.STEPS_PER_EPOCH)
     same.assert_same(one.weights, grid.weights)
 
 
-def test_the_launching_process_tells_the_same_world_size_before_and_after(divided_runs: same.Runs) -> None:
+def test_the_launching_process_tells_the_same_world_size_before_and_after(divided_runs):
     assert divided_runs[1].results == {"before": (same.PIPELINES, 0), "after": (same.PIPELINES, 0)}
 
 
-def test_workers_of_one_pipeline_share_its_rank_and_one_worker_is_global_zero(divided_runs: same.Runs) -> None:
+def test_workers_of_one_pipeline_share_its_rank_and_one_worker_is_global_zero(divided_runs):
     found = {
         int(path.name.split("-")[0]): json.loads(path.read_text())
         for path in (divided_runs[1].root / "ranks").iterdir()

@@ -1,7 +1,6 @@
 """What cannot be supported is refused in the launching process, before a worker starts, with the value and a remedy."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -127,13 +126,13 @@ BY_A_WORKER: dict[str, tuple[Callable[[Session], None], list[str]]] = {
 
 @pytest.mark.filterwarnings("ignore:.*nodes.*", "ignore:.*experimental.*")
 @pytest.mark.parametrize("name", [*REFUSALS, *OF_PIPELINES])
-def test_it_is_refused_before_anything_starts(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_refused_before_anything_starts(tmp_path, name, monkeypatch):
     monkeypatch.setenv("RECYCLE_LISTEN", "127.0.0.1:0")
     check(REFUSALS.get(name) or Refusal((), *OF_PIPELINES[name]), 2, True, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("name", BY_A_WORKER)
-def test_what_only_a_worker_sees_is_refused_in_the_launching_process_too(tmp_path: Path, name: str) -> None:
+def test_what_only_a_worker_sees_is_refused_in_the_launching_process_too(tmp_path, name):
     script, words = BY_A_WORKER[name]
     with pytest.raises(UnsupportedFeatureError) as caught:
         on_a_grid(script, tmp_path)
@@ -143,9 +142,7 @@ def test_what_only_a_worker_sees_is_refused_in_the_launching_process_too(tmp_pat
 @pytest.mark.parametrize(
     "callback", [OnExceptionCheckpoint("somewhere"), ModelCheckpoint("somewhere", save_on_exception=True)]
 )
-def test_nobody_tells_workers_from_outside_to_save(
-    callback: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_tells_workers_from_outside_to_save(callback, tmp_path, monkeypatch):
     monkeypatch.setenv("RECYCLE_COORDINATOR", "127.0.0.1:1")
     monkeypatch.setenv("RECYCLE_KEY", "a secret of 16 bytes or more")
     with pytest.raises(UnsupportedFeatureError, match="started by hand"):
@@ -171,8 +168,8 @@ class NeedsSetup(Classifier):
     [(Classifier, {"save_distributed_checkpoint": True}, "stay in the workers"), (NeedsSetup, {}, "'file'")],
 )
 def test_without_its_optimizers_the_launching_process_saves_weights_and_refuses_to_save_more(
-    module: Any, strategy: dict[str, Any], reason: str, tmp_path: Path
-) -> None:
+    module, strategy, reason, tmp_path
+):
     run = on_a_grid(fit(module, max_steps=1), tmp_path, **strategy)
     assert run.trainer.optimizers == []
     with pytest.raises(UnsupportedFeatureError, match="weights_only=True") as refusal:

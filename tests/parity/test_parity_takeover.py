@@ -15,7 +15,7 @@ SAMPLED = {"TQDM-fit-validation-4", "Rich-fit-forward-2", "Rich-test-batch-1"}
 
 
 @pytest.fixture(scope="module")
-def sampled_outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+def sampled_outputs(tmp_path_factory) -> tuple[Path, dict[str, str]]:
     """What the sampled cases print; one process for all of them."""
     folder = tmp_path_factory.mktemp("sampled")
     return folder, run_cases(folder, sorted(SAMPLED))
@@ -29,7 +29,7 @@ def run_cases(folder: Path, cases: list[str]) -> dict[str, str]:
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[] if case in SAMPLED else [pytest.mark.exhaustive]) for case in CASES]
 )
-def test_a_new_leader_goes_on_showing_and_logging(tmp_path: Path, case: str, request: pytest.FixtureRequest) -> None:
+def test_a_new_leader_goes_on_showing_and_logging(tmp_path, case, request):
     bar, entry, *_ = case.split("-")
     if case in SAMPLED:
         folder, outputs = request.getfixturevalue("sampled_outputs")

@@ -14,14 +14,7 @@ import lightning as L
 import pytest
 import same_script as same
 import torch
-from lightning.pytorch.callbacks import (
-    BackboneFinetuning,
-    Callback,
-    EMAWeightAveraging,
-    ModelCheckpoint,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
+from lightning.pytorch import callbacks as cb
 from lightning.pytorch.callbacks.finetuning import BaseFinetuning
 from same_script import STEPS_PER_EPOCH, Classifier, Run, Session, assert_same, on_a_grid, on_one_device
 from support.growth import AwaitReplacement, rejoined
@@ -65,20 +58,20 @@ class Averaged(Classifier):
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)}
 
 
-class EveryEpoch(WeightAveraging):
+class EveryEpoch(cb.WeightAveraging):
     """The equally weighted average of the weights after each epoch but the first."""
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         return epoch_idx is not None and epoch_idx >= 1
 
 
-AVERAGING: dict[str, Callable[[], Callback]] = {
-    "WeightAveraging": WeightAveraging,
+AVERAGING: dict[str, Callable[[], cb.Callback]] = {
+    "WeightAveraging": cb.WeightAveraging,
     "WeightAveraging by epoch": EveryEpoch,
-    "EMAWeightAveraging": lambda: EMAWeightAveraging(decay=0.8, update_starting_at_step=2),
-    "EMAWeightAveraging without buffers": lambda: EMAWeightAveraging(decay=0.5, use_buffers=False),
-    "StochasticWeightAveraging": lambda: StochasticWeightAveraging(0.05, swa_epoch_start=2, annealing_epochs=2),
-    "StochasticWeightAveraging linear": lambda: StochasticWeightAveraging(
+    "EMAWeightAveraging": lambda: cb.EMAWeightAveraging(decay=0.8, update_starting_at_step=2),
+    "EMAWeightAveraging without buffers": lambda: cb.EMAWeightAveraging(decay=0.5, use_buffers=False),
+    "StochasticWeightAveraging": lambda: cb.StochasticWeightAveraging(0.05, swa_epoch_start=2, annealing_epochs=2),
+    "StochasticWeightAveraging linear": lambda: cb.StochasticWeightAveraging(
         [0.02], swa_epoch_start=0.5, annealing_strategy="linear", device=None
     ),
 }
@@ -122,7 +115,7 @@ class Later(BaseFinetuning):
             self.unfreeze_and_add_param_group(pl_module.layers[:2], optimizer)
 
 
-class Alternates(Callback):
+class Alternates(cb.Callback):
     """Trains weights in every other step, and biases always; all are in the optimizer."""
 
     def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
@@ -130,12 +123,12 @@ class Alternates(Callback):
             parameter.requires_grad = parameter.dim() == 1 or trainer.global_step % 2 == 0
 
 
-FREEZING: dict[str, tuple[Callable[[], Any], Callable[[], list[Callback]]]] = {
+FREEZING: dict[str, tuple[Callable[[], Any], Callable[[], list[cb.Callback]]]] = {
     "the first stage is frozen": (lambda: Frozen(0, 1, 2), list),
     "the last stage is frozen": (lambda: Frozen(3, 4, 5), list),
     "parts are frozen": (lambda: Frozen(1, 4), list),
     "BaseFinetuning": (Frozen, lambda: [Later()]),
-    "BackboneFinetuning": (Frozen, lambda: [BackboneFinetuning(unfreeze_backbone_at_epoch=1)]),
+    "BackboneFinetuning": (Frozen, lambda: [cb.BackboneFinetuning(unfreeze_backbone_at_epoch=1)]),
     "requires_grad changes": (Frozen, lambda: [Alternates()]),
 }
 SCRIPTS = {**FREEZING, **{name: (Averaged, lambda make=make: [make()]) for name, make in AVERAGING.items()}}
@@ -143,7 +136,7 @@ SCRIPTS = {**FREEZING, **{name: (Averaged, lambda make=make: [make()]) for name,
 # ---------------------------------------------------------------------- runs
 
 
-class Validations(Callback):
+class Validations(cb.Callback):
     """Keeps the validation loss of each epoch, in its state, so that the launching process has it."""
 
     def __init__(self) -> None:
@@ -160,7 +153,7 @@ class Validations(Callback):
 
 
 def training(
-    name: str, *more: Callback, stateful: bool = False, ckpt_path: Path | None = None, **trainer: Any
+    name: str, *more: cb.Callback, stateful: bool = False, ckpt_path: Path | None = None, **trainer: Any
 ) -> same.Script:
     """Trains the module of ``name`` with its callbacks."""
 
@@ -202,29 +195,26 @@ def long(parameters: list[Any]) -> list[Any]:
     return [pytest.param(*each.values, marks=[*each.marks, pytest.mark.long]) for each in parameters]
 
 
-@pytest.mark.parametrize(
-    ("name", "stages"),
-    [
-        *sampled([(name, 2) for name in FREEZING], 1),
-        *long(sampled([(name, 2) for name in AVERAGING], 2)),
-        *long(sampled([(name, 1) for name in EMA_AND_SWA], 1)),
-    ],
-)
-def test_all_that_is_trained_is_that_of_one_device(name: str, stages: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "stages"), [
+    *sampled([(name, 2) for name in FREEZING], 1),
+    *long(sampled([(name, 2) for name in AVERAGING], 2)),
+    *long(sampled([(name, 1) for name in EMA_AND_SWA], 1)),
+])  # fmt: skip
+def test_all_that_is_trained_is_that_of_one_device(name, stages, tmp_path):
     run = on_a_grid(training(name), tmp_path, stages=stages)
     assert_same_training(on_one(name), run)
     assert len(run.results["validations"]) == EPOCHS + 1  # with the sanity check
 
 
 @pytest.mark.long
-def test_the_averages_of_lightning_are_not_the_last_weights(tmp_path: Path) -> None:
+def test_the_averages_of_lightning_are_not_the_last_weights(tmp_path):
     plain = on_one_device(lambda session: session.fit(Averaged(), validates=True, max_epochs=EPOCHS) and None, tmp_path)
     for name in AVERAGING:
         with pytest.raises(AssertionError):
             assert_same(on_one(name).weights, plain.weights, tolerance=1e-3)
 
 
-def test_frozen_layers_keep_their_weights(tmp_path: Path) -> None:
+def test_frozen_layers_keep_their_weights(tmp_path):
     initial = Frozen().state_dict()
     found = on_a_grid(training("the first stage is frozen"), tmp_path).weights
     for name, value in initial.items():
@@ -246,25 +236,19 @@ FROZEN_NAMES = ["the first stage is frozen", "the last stage is frozen", "BaseFi
 
 @pytest.mark.parametrize(
     ("name", "fault"),
-    [
-        *sampled(itertools.product(FROZEN_NAMES, FAULTS), 1),
-        *long(sampled(itertools.product(EMA_AND_SWA, FAULTS), 1)),
-    ],
+    [*sampled(itertools.product(FROZEN_NAMES, FAULTS), 1), *long(sampled(itertools.product(EMA_AND_SWA, FAULTS), 1))],
 )
-def test_the_same_though_a_worker_dies(name: str, fault: str, tmp_path: Path) -> None:
+def test_the_same_though_a_worker_dies(name, fault, tmp_path):
     run = on_a_grid(training(name, FaultInjectionCallback([FAULTS[fault]])), tmp_path)
     assert len(failures(run.trainer)) == 1
     assert_same_training(on_one(name), run)
 
 
-@pytest.mark.parametrize(
-    ("name", "joins", "stages"),
-    [
-        *sampled(itertools.product(FROZEN_NAMES, [9], [2]), 1),
-        *long(sampled(itertools.product(["WeightAveraging by epoch", *EMA_AND_SWA], [5, 10], [1, 2]), 3)),
-    ],
-)
-def test_the_same_though_the_donor_of_a_replacement_dies(name: str, joins: int, stages: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "joins", "stages"), [
+    *sampled(itertools.product(FROZEN_NAMES, [9], [2]), 1),
+    *long(sampled(itertools.product(["WeightAveraging by epoch", *EMA_AND_SWA], [5, 10], [1, 2]), 3)),
+])  # fmt: skip
+def test_the_same_though_the_donor_of_a_replacement_dies(name, joins, stages, tmp_path):
     """What the new worker holds is then all that there is of the first stage."""
     faults = [Fault("kill", 1, 0, step=joins - 3), Fault("kill", 0, 0, step=joins + 2)]
     more = [FaultInjectionCallback(faults), AwaitReplacement([joins])]
@@ -284,18 +268,17 @@ class InRecipes(Frozen):
         return [LayerSpec(nn.Linear, *width) for width in WIDTHS]
 
 
-class CopiesWhatItOwns(Callback):
+class CopiesWhatItOwns(cb.Callback):
     """Fails if the callback that averages has copied more than the layers of the stage."""
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        (averaging,) = (c for c in trainer.callbacks if isinstance(c, WeightAveraging))  # type: ignore[attr-defined]
-        assert averaging._average_model is not None
+        (averaging,) = (c for c in trainer.callbacks if isinstance(c, cb.WeightAveraging))
         copied = [name for name, _ in averaging._average_model.module.named_parameters()]
         assert copied == [name for name, _ in module.named_parameters()]
         assert len(copied) <= 6  # of 12
 
 
-def with_recipes(*callbacks: Callback, epochs: int) -> same.Script:
+def with_recipes(*callbacks: cb.Callback, epochs: int) -> same.Script:
     def script(session: Session) -> None:
         session.run.module = InRecipes().double()
         trainer = session.trainer(max_epochs=epochs, callbacks=list(callbacks))
@@ -304,7 +287,7 @@ def with_recipes(*callbacks: Callback, epochs: int) -> same.Script:
     return script
 
 
-def test_layers_that_are_built_later_are_frozen_too(tmp_path: Path) -> None:
+def test_layers_that_are_built_later_are_frozen_too(tmp_path):
     fresh = InRecipes().double()
     fresh.materialize()
     found = on_a_grid(with_recipes(Later(), epochs=1), tmp_path).weights
@@ -313,9 +296,11 @@ def test_layers_that_are_built_later_are_frozen_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_no_worker_copies_more_than_its_stage(tmp_path: Path) -> None:
+def test_no_worker_copies_more_than_its_stage(tmp_path):
     whole, pieces = (
-        on_a_grid(with_recipes(EMAWeightAveraging(decay=0.8), CopiesWhatItOwns(), epochs=2), tmp_path, **grid).weights
+        on_a_grid(
+            with_recipes(cb.EMAWeightAveraging(decay=0.8), CopiesWhatItOwns(), epochs=2), tmp_path, **grid
+        ).weights
         for grid in ({"stages": 2}, {"stages": 3, "num_microbatches": 4})
     )
     assert_same(whole, pieces)
@@ -328,7 +313,7 @@ def test_no_worker_copies_more_than_its_stage(tmp_path: Path) -> None:
 def checkpoints_of(name: str, writer: str) -> Path:
     """The checkpoints of a training, of every second step; a sharded one is there consolidated, too."""
     root = Path(tempfile.mkdtemp())
-    saves = ModelCheckpoint(root / "saved", "{step}", every_n_train_steps=2, save_top_k=-1)
+    saves = cb.ModelCheckpoint(root / "saved", "{step}", every_n_train_steps=2, save_top_k=-1)
     script = training(name, saves, stateful=writer.endswith("stateful"), enable_checkpointing=True)
     if writer.startswith("one device"):
         on_one_device(script, root)
@@ -352,7 +337,7 @@ SAVED = ["the first stage is frozen", "BaseFinetuning"]
 
 
 @pytest.mark.parametrize("name", [*sampled(SAVED, 1), *long(sampled(["WeightAveraging", *EMA_AND_SWA], 1))])
-def test_checkpoints_hold_what_those_of_one_device_hold(name: str) -> None:
+def test_checkpoints_hold_what_those_of_one_device_hold(name):
     one, grid = (checkpoints_of(name, writer) for writer in ("one device", "one file"))
     for step in (2, AT_EPOCH_END, 14):
         expected, found = (torch.load(folder / f"step={step}.ckpt", weights_only=False) for folder in (one, grid))
@@ -365,14 +350,11 @@ def test_checkpoints_hold_what_those_of_one_device_hold(name: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "writer"),
-    [
-        *sampled([(name, "one file") for name in SAVED], 1),
-        *sampled([(EMA_AND_SWA[0], "one file"), *((name, "sharded") for name in EMA_AND_SWA)], 1),
-    ],
-)
-def test_a_checkpoint_resumes_on_one_device(name: str, writer: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "writer"), [
+    *sampled([(name, "one file") for name in SAVED], 1),
+    *sampled([(EMA_AND_SWA[0], "one file"), *((name, "sharded") for name in EMA_AND_SWA)], 1),
+])  # fmt: skip
+def test_a_checkpoint_resumes_on_one_device(name, writer, tmp_path):
     """As from its own; at the end of an epoch, since one device does not find its place in the data of a grid."""
     path = checkpoints_of(name, writer) / f"step={AT_EPOCH_END}.ckpt"
     path = Path(f"{path}.consolidated") if writer == "sharded" else path
@@ -384,15 +366,12 @@ WRITTEN = (("one device", 6), ("one file", AT_EPOCH_END), ("one file", 14), ("sh
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "writer", "step"),
-    [
-        ("the first stage is frozen", "one file", AT_EPOCH_END),
-        ("BaseFinetuning", "one file", 14),  # what it has thawed is frozen after any resume
-        *sampled([(name, *written) for name in EMA_AND_SWA for written in WRITTEN], 3),
-    ],
-)
-def test_a_checkpoint_resumes_on_another_grid(name: str, writer: str, step: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "writer", "step"), [
+    ("the first stage is frozen", "one file", AT_EPOCH_END),
+    ("BaseFinetuning", "one file", 14),  # what it has thawed is frozen after any resume
+    *sampled([(name, *written) for name in EMA_AND_SWA for written in WRITTEN], 3),
+])  # fmt: skip
+def test_a_checkpoint_resumes_on_another_grid(name, writer, step, tmp_path):
     path = checkpoints_of(name, writer) / f"step={step}.ckpt"
     resumed = on_a_grid(training(name, ckpt_path=path), tmp_path, stages=3, num_microbatches=4)
     # Lightning itself leaves out the end of the epoch when it resumes from a checkpoint of its last batch.

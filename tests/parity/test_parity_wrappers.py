@@ -1,9 +1,6 @@
 """torchmetrics' wrappers, through a Trainer with two workers and a kill: equal to one device, or refused by name."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -82,7 +79,7 @@ class Wrapped(L.LightningModule):
 
     def on_train_epoch_start(self) -> None:
         for tracker in self.tracked.values():
-            tracker.increment()  # type: ignore[operator]
+            tracker.increment()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if self.kill is not None:
@@ -93,16 +90,16 @@ class Wrapped(L.LightningModule):
         answers, hot = out.detach(), nn.functional.one_hot(y, CLASSES).double()
         for name, wrapper in self.wrappers.items():
             if name == "tasks":
-                wrapper.update(dict.fromkeys(("one", "other"), answers), dict.fromkeys(("one", "other"), y))  # type: ignore[operator]
+                wrapper.update(dict.fromkeys(("one", "other"), answers), dict.fromkeys(("one", "other"), y))
             else:
-                wrapper.update(answers, y)  # type: ignore[operator]
-        self.outputs["outputs"].update(answers, hot)  # type: ignore[operator]
+                wrapper.update(answers, y)
+        self.outputs["outputs"].update(answers, hot)
         self.outputs["absolute"](answers, hot)
         for name, window in self.windows.items():
             value = x.sum() if "sum" in name else x.mean()
-            (window if "called" in name else window.update)(value)  # type: ignore[operator]
+            (window if "called" in name else window.update)(value)
         for name, tracker in self.tracked.items():
-            tracker.update(answers, hot if name == "tracked_outputs" else y)  # type: ignore[operator]
+            tracker.update(answers, hot if name == "tracked_outputs" else y)
         return loss
 
     def on_validation_epoch_start(self) -> None:
@@ -112,15 +109,15 @@ class Wrapped(L.LightningModule):
         self.validated.update(self.net(batch[0]), batch[1])
 
     def on_validation_epoch_end(self) -> None:
-        self.log_dict({f"best_{name}": value for name, value in self.validated.best_metric().items()})  # type: ignore[union-attr, arg-type]
+        self.log_dict({f"best_{name}": value for name, value in self.validated.best_metric().items()})
 
     def on_train_epoch_end(self) -> None:
         metrics = {**self.wrappers, **self.outputs, **self.windows, **self.tracked}
-        found = {name: metric.compute() for name, metric in metrics.items()}  # type: ignore[operator]
-        found |= {f"all_{name}": tracker.compute_all() for name, tracker in self.tracked.items()}  # type: ignore[operator]
-        found["best"] = self.tracked["tracker"].best_metric(return_step=True)  # type: ignore[operator]
+        found = {name: metric.compute() for name, metric in metrics.items()}
+        found |= {f"all_{name}": tracker.compute_all() for name, tracker in self.tracked.items()}
+        found["best"] = self.tracked["tracker"].best_metric(return_step=True)
         for metric in (*self.wrappers.values(), *self.outputs.values()):
-            metric.reset()  # type: ignore[operator]
+            metric.reset()
         self.found.append(found)
 
     def configure_optimizers(self) -> Any:
@@ -158,13 +155,11 @@ def one_device() -> dict[str, Any]:
 
 @pytest.mark.parametrize("restarts", sampled([False, True], 1, rest=pytest.mark.long), ids=["survivors", "replacement"])
 @pytest.mark.parametrize("killed", sampled([0, 1], 1, rest=pytest.mark.long))
-def test_wrappers_equal_those_of_one_device(
-    killed: int, restarts: bool, one_device: dict[str, Any], tmp_path: Path
-) -> None:
+def test_wrappers_equal_those_of_one_device(killed, restarts, one_device, tmp_path):
     module = Wrapped()
     module.kill = Kill(killed, "training", 8, tmp_path / "killed")
     trainer = fit(module, 2, max_restarts=10 if restarts else 0)
-    assert [event.kind for event in trainer.strategy.history].count("failure") == 1  # type: ignore[attr-defined]
+    assert [event.kind for event in trainer.strategy.history].count("failure") == 1
     found = flat({"found": module.found, "logged": trainer.callback_metrics})
     found = {name: value for name, value in found.items() if "recycle/" not in name}
     assert found.keys() == one_device.keys()
@@ -174,7 +169,7 @@ def test_wrappers_equal_those_of_one_device(
         if not torch.allclose(found[name], value, rtol=1e-5, atol=1e-6, equal_nan=True)
     }
     assert not wrong
-    assert [len(tracker) for tracker in module.tracked.values()] == [4, 4, 4]  # type: ignore[arg-type]
+    assert [len(tracker) for tracker in module.tracked.values()] == [4, 4, 4]
 
 
 class Refused(L.LightningModule):
@@ -190,16 +185,12 @@ class Refused(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize(
-    ("metric", "path"),
-    [
-        (MinMaxMetric(MeanSquaredError()), "metric"),
-        (BootStrapper(MeanSquaredError()), "metric"),
-        (MetricCollection({"a": MeanAbsoluteError(), "b": BootStrapper(MeanSquaredError())}), "metric.b"),
-    ],
-    ids=["MinMaxMetric", "BootStrapper", "in a collection"],
-)
-def test_wrappers_that_need_whole_batches_are_refused_by_name(metric: Any, path: str) -> None:
+@pytest.mark.parametrize(("metric", "path"), [
+    (MinMaxMetric(MeanSquaredError()), "metric"),
+    (BootStrapper(MeanSquaredError()), "metric"),
+    (MetricCollection({"a": MeanAbsoluteError(), "b": BootStrapper(MeanSquaredError())}), "metric.b"),
+], ids=["MinMaxMetric", "BootStrapper", "in a collection"])  # fmt: skip
+def test_wrappers_that_need_whole_batches_are_refused_by_name(metric, path):
     name = type(metric["b"] if isinstance(metric, MetricCollection) else metric).__name__
     with pytest.raises(UnsupportedFeatureError, match=rf"The metric {path} \({name}\)"):
         fit(Refused(metric), 2)
@@ -208,11 +199,11 @@ def test_wrappers_that_need_whole_batches_are_refused_by_name(metric: Any, path:
 class Increments(Refused):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if batch_idx == 0:
-            self.metric.increment()  # type: ignore[operator]
+            self.metric.increment()
         return super().training_step(batch, batch_idx)
 
 
-def test_a_tracker_that_grows_in_a_step_is_refused() -> None:
+def test_a_tracker_that_grows_in_a_step_is_refused():
     tracker: Any = MetricTracker(MeanSquaredError(), maximize=False)
     with pytest.raises(UnsupportedFeatureError, match=r"metric\.increment\(\) was called in a step"):
         fit(Increments(tracker), 2)

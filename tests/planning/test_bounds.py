@@ -6,15 +6,15 @@ from random import Random
 
 import pytest
 
-from lightning_recycle import planning as p
+from lightning_recycle import planning
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.timing import BACKWARD, FORWARD, WEIGHT, Codes, best_timing, interleave
 
 
-def best_of_all(problem: p.Problem) -> float:
+def best_of_all(problem: planning.Problem) -> float:
     """The smallest period over all orders of operations on all workers, with the routing of the heuristic."""
     grid = problem.grid
-    routes = p.reroute(grid, problem.failed, dict(problem.worker_factors))
+    routes = planning.reroute(grid, problem.failed, dict(problem.worker_factors))
     codes = Codes(problem, routes, fused=not problem.technique.split_backward)
     kinds = (FORWARD, BACKWARD, WEIGHT) if problem.technique.split_backward else (FORWARD, BACKWARD)
     programs: dict[int, list[list[int]]] = {}
@@ -45,19 +45,19 @@ def interleavings(chains: list[list[int]], length: int, limit: int) -> Iterator[
             yield from ([chain[0], *order] for order in interleavings(rest, length, limit))
 
 
-def tiny(seed: int) -> p.Problem:
+def tiny(seed: int) -> planning.Problem:
     draw = Random(seed)
     fused = draw.random() < 0.4
     grid, failed = draw.choice(
         [
-            (p.Grid(1, 2, 2), []),
-            (p.Grid(1, 3, 2), []),
-            (p.Grid(2, 2, 1), [p.Worker(0, 0)]),
-            (p.Grid(2, 2, 1), [p.Worker(1, 1)]),
-            (p.Grid(2, 3, 1), [p.Worker(1, 1)]),
-            (p.Grid(2, 3, 1), [p.Worker(0, 0), p.Worker(0, 2)]),
-            (p.Grid(1, 2, 3), []) if fused else (p.Grid(1, 1, 3), []),
-            (p.Grid(1, 3, 2), []),
+            (planning.Grid(1, 2, 2), []),
+            (planning.Grid(1, 3, 2), []),
+            (planning.Grid(2, 2, 1), [planning.Worker(0, 0)]),
+            (planning.Grid(2, 2, 1), [planning.Worker(1, 1)]),
+            (planning.Grid(2, 3, 1), [planning.Worker(1, 1)]),
+            (planning.Grid(2, 3, 1), [planning.Worker(0, 0), planning.Worker(0, 2)]),
+            (planning.Grid(1, 2, 3), []) if fused else (planning.Grid(1, 1, 3), []),
+            (planning.Grid(1, 3, 2), []),
         ]
     )
     stages = range(grid.stages)
@@ -66,22 +66,22 @@ def tiny(seed: int) -> p.Problem:
         return [draw.choice([0.5, 1.0, 1.0, 1.3, 2.0]) for _ in stages]
 
     closing = [draw.choice([0.0, 0.4]) for _ in stages]
-    costs = p.Costs(per_stage(), per_stage(), per_stage(), closing, closing, draw.choice([0.0, 0.2, 1.0]))  # type: ignore[arg-type]
+    costs = planning.Costs(per_stage(), per_stage(), per_stage(), closing, closing, draw.choice([0.0, 0.2, 1.0]))
     limit = tuple(draw.choice([1, 2, 3]) for _ in stages) if draw.random() < 0.5 else None
     live = [worker for worker in grid.workers() if worker not in failed]
     factors = {draw.choice(live): 1.5} if draw.random() < 0.3 and grid.microbatches > 1 else {}
-    technique = p.Technique(not fused, draw.random() < 0.6)
-    return p.Problem(grid, costs, frozenset(failed), technique, limit, factors)  # type: ignore[arg-type]
+    technique = planning.Technique(not fused, draw.random() < 0.6)
+    return planning.Problem(grid, costs, frozenset(failed), technique, limit, factors)
 
 
 @pytest.mark.parametrize("part", range(6))
-def test_no_schedule_of_a_tiny_grid_beats_the_bound(part: int) -> None:
+def test_no_schedule_of_a_tiny_grid_beats_the_bound(part):
     gaps = []
     for seed in range(part * 10, part * 10 + 10):
         problem = tiny(seed)
         optimum = best_of_all(problem)
-        assert p.lower_bound(problem) <= optimum + 1e-9, (seed, problem)
-        found = p.heuristic(problem).period
+        assert planning.lower_bound(problem) <= optimum + 1e-9, (seed, problem)
+        found = planning.heuristic(problem).period
         assert found >= optimum - 1e-9, (seed, problem)
         gaps.append(found / optimum - 1)
     # Seeded, so this is a statement about the heuristic, not about luck.
@@ -89,29 +89,25 @@ def test_no_schedule_of_a_tiny_grid_beats_the_bound(part: int) -> None:
     assert max(gaps) < 0.1
 
 
-@pytest.mark.parametrize(
-    ("grid", "technique", "limit", "failed", "bound"),
-    [
-        (p.Grid(3, 4, 6), p.Technique(), None, (), 19.0),  # round trip: 7 slots for 6 forwards
-        (p.Grid(3, 4, 6), p.Technique(), (4,) * 4, (), 21.0),
-        (p.Grid(3, 4, 6), p.Technique(False, False), (4,) * 4, ((1, 0),), 36.0),  # three rounds of memory
-        (p.Grid(3, 4, 6), p.Technique(), (4,) * 4, ((1, 3),), 30.0),  # detour through stage 3
-        (p.Grid(1, 1, 5), p.Technique(), None, (), 15.0),
-    ],
-)
-def test_bounds_by_hand(
-    grid: p.Grid,
-    technique: p.Technique,
-    limit: tuple[int, ...] | None,
-    failed: tuple[tuple[int, int], ...],
-    bound: float,
-) -> None:
-    workers = frozenset(p.Worker(*position) for position in failed)
-    assert p.lower_bound(p.Problem(grid, p.Costs.uniform(grid.stages), workers, technique, limit)) == bound
+@pytest.mark.parametrize(("grid", "technique", "limit", "failed", "bound"), [
+    (planning.Grid(3, 4, 6), planning.Technique(), None, (), 19.0),  # round trip: 7 slots for 6 forwards
+    (planning.Grid(3, 4, 6), planning.Technique(), (4,) * 4, (), 21.0),
+    (planning.Grid(3, 4, 6), planning.Technique(False, False), (4,) * 4, ((1, 0),), 36.0),  # three rounds of memory
+    (planning.Grid(3, 4, 6), planning.Technique(), (4,) * 4, ((1, 3),), 30.0),  # detour through stage 3
+    (planning.Grid(1, 1, 5), planning.Technique(), None, (), 15.0),
+])  # fmt: skip
+def test_bounds_by_hand(grid, technique, limit, failed, bound):
+    workers = frozenset(planning.Worker(*position) for position in failed)
+    assert (
+        planning.lower_bound(planning.Problem(grid, planning.Costs.uniform(grid.stages), workers, technique, limit))
+        == bound
+    )
 
 
-def test_slow_workers_raise_the_bound_by_what_the_others_cannot_take_over() -> None:
-    grid, costs = p.Grid(3, 1, 6), p.Costs.uniform(1)
-    slow = p.Problem(grid, costs, worker_factors={p.Worker(0, 0): 2.0})  # type: ignore[arg-type]
-    assert p.lower_bound(p.Problem(grid, costs)) == 18.0
-    assert p.lower_bound(slow) == p.makespan_lower_bound(slow) == p.heuristic(slow).period == 24.0  # shares 4, 7, 7
+def test_slow_workers_raise_the_bound_by_what_the_others_cannot_take_over():
+    grid, costs = planning.Grid(3, 1, 6), planning.Costs.uniform(1)
+    slow = planning.Problem(grid, costs, worker_factors={planning.Worker(0, 0): 2.0})
+    assert planning.lower_bound(planning.Problem(grid, costs)) == 18.0
+    assert (
+        planning.lower_bound(slow) == planning.makespan_lower_bound(slow) == planning.heuristic(slow).period == 24.0
+    )  # shares 4, 7, 7

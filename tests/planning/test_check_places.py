@@ -1,7 +1,5 @@
 """Where workers check each other: in idle times, else at the rate that is allowed."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Sequence
@@ -32,7 +30,7 @@ def completed(operations: Sequence[ScheduledOp]) -> list[float]:
 
 
 @pytest.mark.parametrize("whole", CASES)
-def test_a_check_comes_when_what_it_needs_is_there_and_before_reduce(whole: Schedule) -> None:
+def test_a_check_comes_when_what_it_needs_is_there_and_before_reduce(whole):
     for stage, checks in plan_checks(whole, 0.01).items():
         workers = [worker for worker in whole.live_workers if worker.stage == stage]
         assert checks.ranks == tuple(whole.grid.rank(worker) for worker in workers)
@@ -48,14 +46,14 @@ def test_a_check_comes_when_what_it_needs_is_there_and_before_reduce(whole: Sche
 
 
 @pytest.mark.parametrize("whole", CASES)
-def test_a_free_check_takes_no_longer_than_the_worker_idles_in_a_period(whole: Schedule) -> None:
+def test_a_free_check_takes_no_longer_than_the_worker_idles_in_a_period(whole):
     for stage, checks in plan_checks(whole, 0.01).items():
         for worker in (worker for worker in whole.live_workers if worker.stage == stage):
             busy = sum(one.duration for one in whole.workers[worker])
             assert not checks.free or busy + 3 <= whole.period + 1e-9  # F, B and W take a slot each
 
 
-def test_checks_are_free_where_a_pipeline_has_bubbles() -> None:
+def test_checks_are_free_where_a_pipeline_has_bubbles():
     drained = plan_checks(schedule(split_backward=False, staggered=True), 0.01)  # 1F1B: 27 slots, 18 of them busy
     # Stage 1 has room for its own, but stage 0 would have to wait for it before its STEP.
     assert [len(checks.free) for _, checks in sorted(drained.items())] == [0, 0, 6, 6]
@@ -70,7 +68,7 @@ def test_checks_are_free_where_a_pipeline_has_bubbles() -> None:
 
 
 @pytest.mark.parametrize(("free", "every"), [((), 1), ((), 5), ((0, 2), 7), ((0, 1, 2, 3), 1)])
-def test_each_micro_batch_has_its_turn_at_no_regular_distance(free: tuple[int, ...], every: int) -> None:
+def test_each_micro_batch_has_its_turn_at_no_regular_distance(free, every):
     checks = WorkerChecks((0, 1), every, free, (5, 7, 7, 9))
     drawn = [checks.drawn(step) for step in range(4000 * every)]
     assert every == 1 or set(drawn[1::every]) <= {None, *free}
@@ -82,25 +80,24 @@ def test_each_micro_batch_has_its_turn_at_no_regular_distance(free: tuple[int, .
             assert min(found.values()) > 0.15 * sum(found.values())
 
 
-def test_nothing_is_checked_without_peers_or_a_share_of_the_time() -> None:
+def test_nothing_is_checked_without_peers_or_a_share_of_the_time():
     assert plan_checks(schedule(), 0.0) == {}
     assert plan_checks(schedule(Grid(1, 2, 4)), 1.0) == {}
     assert plan_checks(schedule(Grid(2, 2, 4), Worker(0, 1)), 1.0).keys() == {0}
 
 
-def test_with_many_pipelines_a_worker_connects_with_a_few_peers() -> None:
+def test_with_many_pipelines_a_worker_connects_with_a_few_peers():
     whole = schedule(Grid(20, 1, 2))
     programs = Programs(whole, verify=0.5)
     for worker in whole.live_workers:
         program, rank = programs.of(worker), whole.grid.rank(worker)
-        assert program.checks is not None
         partners_of = {other for step in range(80) for other in program.checks.partners(step, rank)}
         assert partners_of == set(program.neighbours)
         assert len(partners_of) == 16
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])
-def test_every_worker_is_checked_by_every_other_in_turn(count: int) -> None:
+def test_every_worker_is_checked_by_every_other_in_turn(count):
     ranks = tuple(range(1, 3 * count, 3))
     seen = set()
     for turn in range(count - 1):
@@ -112,13 +109,12 @@ def test_every_worker_is_checked_by_every_other_in_turn(count: int) -> None:
     assert seen == set(itertools.permutations(ranks, 2))
 
 
-def test_a_program_gets_one_check_and_connects_the_workers_of_a_stage() -> None:
+def test_a_program_gets_one_check_and_connects_the_workers_of_a_stage():
     whole = schedule(Grid(3, 2, 4))
     programs, plain = Programs(whole, verify=0.01), Programs(whole)
     for worker in whole.live_workers:
         program, without = programs.of(worker), plain.of(worker)
         assert program.tasks == without.tasks
-        assert program.checks is not None
         for place in program.checks.places:
             tasks = program.tasks_with_check(place)
             assert [tasks.index(task) for task in tasks if task.op.kind is OpKind.CHECK] == [place]
@@ -128,7 +124,7 @@ def test_a_program_gets_one_check_and_connects_the_workers_of_a_stage() -> None:
         assert (without.checks, len(peers)) == (None, 2)
 
 
-def test_where_workers_have_unequal_numbers_each_has_a_check_of_each_of_its_own() -> None:
+def test_where_workers_have_unequal_numbers_each_has_a_check_of_each_of_its_own():
     whole = schedule(Grid(3, 1, 3), Worker(1, 0))
     counts = sorted(len(completed(whole.workers[worker])) for worker in whole.live_workers)
     (checks,) = plan_checks(whole, 0.5).values()

@@ -6,14 +6,13 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_properties import problems
 
-from lightning_recycle import planning as p
+from lightning_recycle import planning
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning import timing
 from lightning_recycle.planning.failure_distribution import next_failures
@@ -32,28 +31,26 @@ from lightning_recycle.planning.schedule import staggered_period
 
 CLOSE = 1e-6
 EFFORT = 500
-LARGE = p.Grid(256, 64, 256)
-UNEQUAL = p.Costs.uniform(64, 1.0, 1.1, 0.9, communication=0.1)
+LARGE = planning.Grid(256, 64, 256)
+UNEQUAL = planning.Costs.uniform(64, 1.0, 1.1, 0.9, communication=0.1)
 
 
-def plan_by_lanes(problem: p.Problem) -> CompactSchedule:
-    lane = lane_problem(problem)
-    return compact(problem, Lane.of(p.heuristic(lane, EFFORT)))
+def plan_by_lanes(problem: planning.Problem) -> CompactSchedule:
+    return compact(problem, Lane.of(planning.heuristic(lane_problem(problem), EFFORT)))
 
 
 @st.composite
 def compact_schedules(draw: st.DrawFn) -> CompactSchedule:
-    problem = draw(problems())
-    return plan_by_lanes(replace(problem, worker_factors=()))
+    return plan_by_lanes(replace(draw(problems()), worker_factors=()))
 
 
 @settings(max_examples=30, deadline=None)
 @given(compact_schedules())
-def test_it_answers_as_the_list_of_all_its_operations_does(schedule: CompactSchedule) -> None:
+def test_it_answers_as_the_list_of_all_its_operations_does(schedule):
     problem, every = schedule.problem, schedule.expand()
-    p.validate(every)
-    p.validate(schedule)
-    assert type(every) is p.Schedule
+    planning.validate(every)
+    planning.validate(schedule)
+    assert type(every) is planning.Schedule
     assert dict(schedule.workers) == every.workers
     assert schedule.live_workers == every.live_workers
     assert abs(schedule.makespan - every.makespan) < CLOSE
@@ -78,19 +75,19 @@ def test_it_answers_as_the_list_of_all_its_operations_does(schedule: CompactSche
 
 @settings(max_examples=50, deadline=None)
 @given(compact_schedules())
-def test_it_survives_a_plan_file_and_pickle(schedule: CompactSchedule) -> None:
+def test_it_survives_a_plan_file_and_pickle(schedule):
     assert read_plan(json.loads(json.dumps(plan_to_json(schedule)))).schedule == schedule
     assert pickle.loads(pickle.dumps(schedule)) == schedule
 
 
 @settings(max_examples=50, deadline=None)
 @given(compact_schedules(), st.sampled_from([0.5, 1.0, 3.0]))
-def test_other_costs_give_it_the_times_of_the_listed_schedule(schedule: CompactSchedule, factor: float) -> None:
+def test_other_costs_give_it_the_times_of_the_listed_schedule(schedule, factor):
     costs = schedule.problem.costs
     other = replace(costs, forward=tuple(factor * cost + 0.1 for cost in costs.forward), communication=0.3)
-    later, listed = p.retime(schedule, other), p.retime(schedule.expand(), other)
+    later, listed = planning.retime(schedule, other), planning.retime(schedule.expand(), other)
     assert isinstance(later, CompactSchedule)
-    p.validate(later)
+    planning.validate(later)
     assert abs(later.period - listed.period) < CLOSE
 
 
@@ -103,7 +100,7 @@ def change(function: Callable[[Lane, random.Random], Lane]) -> Callable[[Lane, r
 
 
 def with_stage(lane: Lane, stage: int, **columns: object) -> Lane:
-    changed = replace(lane.stages[stage], **columns)  # type: ignore[arg-type]
+    changed = replace(lane.stages[stage], **columns)
     return replace(lane, stages=(*lane.stages[:stage], changed, *lane.stages[stage + 1 :]))
 
 
@@ -143,15 +140,13 @@ def less_memory(lane: Lane, draw: random.Random) -> Lane:
 
 @change
 def another_technique(lane: Lane, draw: random.Random) -> Lane:
-    technique = p.Technique(draw.random() < 0.5, draw.random() < 0.5)
+    technique = planning.Technique(draw.random() < 0.5, draw.random() < 0.5)
     return replace(lane, problem=replace(lane.problem, technique=technique))
 
 
 @settings(max_examples=75, deadline=None)
 @given(compact_schedules(), st.sampled_from(CHANGES), st.integers(0, 1000), st.sampled_from([1.0, 0.9, 1.1]))
-def test_the_check_of_its_lane_agrees_with_that_of_all_operations(
-    schedule: CompactSchedule, changed: Callable[[Lane, random.Random], Lane], seed: int, scale: float
-) -> None:
+def test_the_check_of_its_lane_agrees_with_that_of_all_operations(schedule, changed, seed, scale):
     lane = changed(schedule.lane, random.Random(seed))
     problem = replace(schedule.problem, in_flight_limit=lane.problem.in_flight_limit, technique=lane.problem.technique)
     damaged = compact(problem, lane)
@@ -159,17 +154,17 @@ def test_the_check_of_its_lane_agrees_with_that_of_all_operations(
     assert is_valid(damaged) == is_valid(damaged.expand())
 
 
-def is_valid(schedule: p.Schedule) -> bool:
+def is_valid(schedule: planning.Schedule) -> bool:
     try:
-        p.validate(schedule)
-    except p.InvalidScheduleError:
+        planning.validate(schedule)
+    except planning.InvalidScheduleError:
         return False
     return True
 
 
 @settings(max_examples=50, deadline=None)
 @given(problems())
-def test_every_live_worker_and_every_microbatch_is_in_one_lane(problem: p.Problem) -> None:
+def test_every_live_worker_and_every_microbatch_is_in_one_lane(problem):
     grid, lanes = problem.grid, lanes_of(problem)
     places = LanePlaces(grid, problem.failed, lanes)
     workers = Counter(places.worker(lane, stage) for lane in range(lanes) for stage in range(grid.stages))
@@ -189,68 +184,70 @@ def test_every_live_worker_and_every_microbatch_is_in_one_lane(problem: p.Proble
     assert all(places.lane(problem.live_workers(stage)[0]) is not None for stage in range(grid.stages))
 
 
-def test_it_serves_whoever_has_failed_in_the_stage() -> None:
-    grid = p.Grid(5, 3, 4)
-    schedule = plan_by_lanes(p.Problem(grid, p.Costs.uniform(3), frozenset({p.Worker(4, 1), p.Worker(3, 1)})))
+def test_it_serves_whoever_has_failed_in_the_stage():
+    grid = planning.Grid(5, 3, 4)
+    schedule = plan_by_lanes(
+        planning.Problem(grid, planning.Costs.uniform(3), frozenset({planning.Worker(4, 1), planning.Worker(3, 1)}))
+    )
     for failed in ({(0, 1), (2, 1)}, {(0, 0), (1, 2), (3, 1), (2, 1)}):
-        problem = replace(schedule.problem, failed=frozenset(p.Worker(*place) for place in failed))
+        problem = replace(schedule.problem, failed=frozenset(planning.Worker(*place) for place in failed))
         other = renamed(schedule, problem)
         assert isinstance(other, CompactSchedule)
         assert other.lane is schedule.lane
-        p.validate(other.expand())
+        planning.validate(other.expand())
     with pytest.raises(PlanningError, match="plan again"):
-        renamed(schedule, replace(schedule.problem, failed=frozenset({p.Worker(0, 1)})))
+        renamed(schedule, replace(schedule.problem, failed=frozenset({planning.Worker(0, 1)})))
 
 
 @pytest.mark.parametrize(
     ("share", "costs", "limit"), [(0.01, UNEQUAL, None), pytest.param(0.05, UNEQUAL, 127, marks=pytest.mark.exhaustive)]
 )
-def test_16384_workers_get_a_plan_near_the_bound(
-    tmp_path: Path, share: float, costs: p.Costs, limit: int | None
-) -> None:
+def test_16384_workers_get_a_plan_near_the_bound(tmp_path, share, costs, limit):
     limits = None if limit is None else (limit,) * LARGE.stages
-    problem = p.Problem(LARGE, costs, in_flight_limit=limits)
-    problem = p.normalized_problem(problem, round(share * LARGE.num_workers))
-    result = p.solve(problem)
+    problem = planning.Problem(LARGE, costs, in_flight_limit=limits)
+    problem = planning.normalized_problem(problem, round(share * LARGE.num_workers))
+    result = planning.solve(problem)
     assert isinstance(result.schedule, CompactSchedule)
     assert lanes_of(problem) == LARGE.pipelines - -(-len(problem.failed) // LARGE.stages), "failures are spread evenly"
     assert result.gap < 0.016
     path = tmp_path / "plan.json"
-    p.save_plan(path, result)
+    planning.save_plan(path, result)
     assert path.stat().st_size < 3_000_000
-    assert p.load_plan(path).schedule == result.schedule
-    lane = result.schedule.lane.schedule()
-    p.validate(lane)  # as listed
-    worker = p.Worker(17, 40)
+    assert planning.load_plan(path).schedule == result.schedule
+    planning.validate(result.schedule.lane.schedule())  # as listed
+    worker = planning.Worker(17, 40)
     operations = Counter(op.kind for op in result.schedule.program(worker) if op.microbatch is not None)
-    assert operations[p.OpKind.FORWARD] in (problem.grid.global_microbatches // lanes_of(problem) + n for n in (0, 1))
+    assert operations[planning.OpKind.FORWARD] in (
+        problem.grid.global_microbatches // lanes_of(problem) + n for n in (0, 1)
+    )
 
 
-def test_after_a_failure_the_next_plans_are_there_at_once() -> None:
+def test_after_a_failure_the_next_plans_are_there_at_once():
     """However many distributions there are, they have one lane."""
-    problem = p.Problem(p.Grid(64, 8, 128), p.Costs.uniform(8))
-    plans = [p.heuristic(replace(problem, failed=failed)) for failed in next_failures(problem)]
+    problem = planning.Problem(planning.Grid(64, 8, 128), planning.Costs.uniform(8))
+    plans = [planning.heuristic(replace(problem, failed=failed)) for failed in next_failures(problem)]
     assert len(plans) == 8
     assert len({id(plan.lane) for plan in plans if isinstance(plan, CompactSchedule)}) == 1
 
 
-def test_a_library_stores_and_finds_it(tmp_path: Path) -> None:
-    problem = p.Problem(p.Grid(64, 8, 128), p.Costs.uniform(8), frozenset({p.Worker(3, 4), p.Worker(9, 6)}))
-    library = p.PlanLibrary(tmp_path)
-    stored = p.solve(problem)
-    path = library.put(stored)
-    assert path.stat().st_size < 100_000
-    other = replace(problem, failed=frozenset({p.Worker(0, 4), p.Worker(1, 6)}))
-    found = p.PlanLibrary(tmp_path).get(other)
+def test_a_library_stores_and_finds_it(tmp_path):
+    problem = planning.Problem(
+        planning.Grid(64, 8, 128), planning.Costs.uniform(8), frozenset({planning.Worker(3, 4), planning.Worker(9, 6)})
+    )
+    library = planning.PlanLibrary(tmp_path)
+    stored = planning.solve(problem)
+    assert library.put(stored).stat().st_size < 100_000
+    other = replace(problem, failed=frozenset({planning.Worker(0, 4), planning.Worker(1, 6)}))
+    found = planning.PlanLibrary(tmp_path).get(other)
     assert isinstance(found, CompactSchedule)
-    assert (found.problem, found.lane, found.period) == (other, stored.schedule.lane, stored.schedule.period)  # type: ignore[attr-defined]
-    slower = replace(other, costs=p.Costs.uniform(8, 1.1))
-    retimed = p.PlanLibrary(tmp_path).get(slower)
+    assert (found.problem, found.lane, found.period) == (other, stored.schedule.lane, stored.schedule.period)
+    slower = replace(other, costs=planning.Costs.uniform(8, 1.1))
+    retimed = planning.PlanLibrary(tmp_path).get(slower)
     assert isinstance(retimed, CompactSchedule)
-    p.validate(retimed)
+    planning.validate(retimed)
 
 
-DAMAGE: dict[str, Callable[[dict], object]] = {  # type: ignore[type-arg]
+DAMAGE: dict[str, Callable[[dict], object]] = {
     "no lane": lambda plan: plan.pop("lane"),
     "a stage less": lambda plan: plan["lane"].pop(),
     "no operations": lambda plan: plan["lane"][0].update(op=""),
@@ -267,27 +264,34 @@ DAMAGE: dict[str, Callable[[dict], object]] = {  # type: ignore[type-arg]
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_a_damaged_plan_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_damaged_plan_is_refused(tmp_path, name):
     path = tmp_path / "plan.json"
-    p.save_plan(path, plan_by_lanes(p.Problem(p.Grid(5, 3, 4), p.Costs.uniform(3), frozenset({p.Worker(1, 1)}))))
+    planning.save_plan(
+        path,
+        plan_by_lanes(
+            planning.Problem(planning.Grid(5, 3, 4), planning.Costs.uniform(3), frozenset({planning.Worker(1, 1)}))
+        ),
+    )
     plan = json.loads(path.read_text())
     assert plan["schema"] == 1
     DAMAGE[name](plan)
     path.write_text(json.dumps(plan))
     with pytest.raises(PlanningError, match=r"plan\.json"):
-        p.load_plan(path)
+        planning.load_plan(path)
 
 
-def test_workers_of_unequal_speed_are_planned_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = p.Problem(p.Grid(4, 2, 4), p.Costs.uniform(2), worker_factors={p.Worker(0, 0): 2.0})  # type: ignore[arg-type]
-    assert not isinstance(p.heuristic(problem, EFFORT, compact_from=0), CompactSchedule)
+def test_workers_of_unequal_speed_are_planned_one_by_one(monkeypatch):
+    problem = planning.Problem(
+        planning.Grid(4, 2, 4), planning.Costs.uniform(2), worker_factors={planning.Worker(0, 0): 2.0}
+    )
+    assert not isinstance(planning.heuristic(problem, EFFORT, compact_from=0), CompactSchedule)
     with pytest.raises(PlanningError, match="unequal speed"):
         lane_problem(problem)
     schedule = plan_by_lanes(replace(problem, worker_factors=()))
-    slower = p.retime(schedule, problem.costs, problem.worker_factors)
-    p.validate(slower)
+    slower = planning.retime(schedule, problem.costs, problem.worker_factors)
+    planning.validate(slower)
     assert slower.period > schedule.period
     assert schedule.fits(problem)
     monkeypatch.setattr(timing, "_MOST_EXPANDED", 10)
     with pytest.raises(PlanningError, match=r"unequal speed.*more than 10"):
-        p.retime(schedule, problem.costs, problem.worker_factors)
+        planning.retime(schedule, problem.costs, problem.worker_factors)

@@ -28,7 +28,7 @@ def distributions(grid: p.Grid, failures: int) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("technique", [p.Technique(), p.Technique(staggered=False), p.Technique(False, False)], ids=str)
 @pytest.mark.parametrize("limit", [None, (4, 4, 4, 4)])
-def test_no_distribution_has_a_smaller_bound(technique: p.Technique, limit: tuple[int, ...] | None) -> None:
+def test_no_distribution_has_a_smaller_bound(technique, limit):
     for failures in range(9):
         chosen = p.normalize(p.Problem(GRID, UNIT, frozenset(), technique, limit), failures)
         assert sum(chosen) == failures
@@ -39,19 +39,19 @@ def test_no_distribution_has_a_smaller_bound(technique: p.Technique, limit: tupl
         assert bounds[chosen] == min(bounds.values())
 
 
-def test_without_limit_a_failure_goes_where_memory_is_most_free() -> None:
+def test_without_limit_a_failure_goes_where_memory_is_most_free():
     assert p.normalize(BASE, 1) == (0, 0, 0, 1)
     assert p.normalize(BASE, 3) == (0, 1, 1, 1)
     assert p.normalize(BASE, 5) == (1, 1, 1, 2)
 
 
-def test_without_staggering_a_failure_goes_where_the_way_out_is_short() -> None:
+def test_without_staggering_a_failure_goes_where_the_way_out_is_short():
     chosen = p.normalize(p.Problem(GRID, UNIT, technique=p.Technique(staggered=False)), 1)
     assert chosen == (1, 0, 0, 0)
     assert p.plan(p.Problem(GRID, UNIT, p.normalized_failures(GRID, chosen), p.Technique(staggered=False))).period == 27
 
 
-def test_the_true_period_decides_between_equal_bounds() -> None:
+def test_the_true_period_decides_between_equal_bounds():
     """With 4 in flight the optimum is 28 for a failure in stage 1 and 29 in stage 2, the bound 28 for both."""
     limited = replace(BASE, in_flight_limit=(4, 4, 4, 4))
 
@@ -62,7 +62,7 @@ def test_the_true_period_decides_between_equal_bounds() -> None:
     assert p.normalize(limited, 1, period=period) == (0, 1, 0, 0)
 
 
-def test_a_bound_that_no_plan_meets_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bound_that_no_plan_meets_is_not_believed(monkeypatch):
     """Costs and memory of a GPT-3 6.7B on 4 x 8 A100: by bounds and memory the failure belongs to stage 6."""
     monkeypatch.setattr(failure_distribution, "heuristic", partial(p.heuristic, effort=50_000))  # else it takes seconds
     grid = p.Grid(4, 8, 32)
@@ -106,7 +106,7 @@ BOUNDS_MISLEAD = (5, 160, 243, 284)
         for number in range(296)
     ],
 )
-def test_no_distribution_has_a_better_plan_than_the_chosen_one(number: int) -> None:
+def test_no_distribution_has_a_better_plan_than_the_chosen_one(number):
     problem, failures = random_case(number)
     grid = problem.grid
 
@@ -124,7 +124,7 @@ def test_no_distribution_has_a_better_plan_than_the_chosen_one(number: int) -> N
         assert period(p.normalize(problem, failures)) > best * (1 + 1e-9)
 
 
-def test_periods_are_asked_for_until_no_bound_is_below_the_best() -> None:
+def test_periods_are_asked_for_until_no_bound_is_below_the_best():
     base = p.Problem(GRID, UNIT, in_flight_limit=(4, 4, 4, 4))
     periods = {d: 40.0 + number for number, d in enumerate(distributions(GRID, 2))}
     best = (0, 1, 1, 0)
@@ -141,7 +141,7 @@ def test_periods_are_asked_for_until_no_bound_is_below_the_best() -> None:
     assert {d for d, bound in bounds.items() if bound < periods[best]} <= set(asked)
 
 
-def test_many_distributions_are_searched_near_the_chosen_one() -> None:
+def test_many_distributions_are_searched_near_the_chosen_one():
     problem, asked = p.Problem(p.Grid(8, 16, 4), p.Costs.uniform(16)), []
 
     def period(distribution: tuple[int, ...]) -> float:
@@ -154,14 +154,14 @@ def test_many_distributions_are_searched_near_the_chosen_one() -> None:
     assert all(sum(abs(a - b) for a, b in zip(d, chosen, strict=True)) == 2 for d in asked[1:])
 
 
-def test_failures_go_to_stages_with_little_work() -> None:
+def test_failures_go_to_stages_with_little_work():
     costs = p.Costs((1.0, 0.5, 1.0), (1.0, 0.5, 1.0), (1.0, 0.5, 1.0), (0.0,) * 3, (0.0,) * 3)
     assert p.normalize(p.Problem(p.Grid(4, 3, 12), costs), 2) == (0, 2, 0)
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.data())
-def test_plans_of_normalized_failures_reach_the_chosen_bound(data: st.DataObject) -> None:
+def test_plans_of_normalized_failures_reach_the_chosen_bound(data):
     grid = p.Grid(data.draw(st.integers(2, 3)), data.draw(st.integers(1, 4)), data.draw(st.integers(4, 8)))
     failures = data.draw(st.integers(0, grid.stages * (grid.pipelines - 1)))
     costs = p.Costs.uniform(grid.stages, communication=data.draw(st.sampled_from([0.0, 0.2])))
@@ -190,9 +190,7 @@ def changes_of_stage(grid: p.Grid, failed: Collection[p.Worker], wanted: tuple[i
 
 @settings(max_examples=100, deadline=None)
 @given(accidents())
-def test_roles_are_a_bijection_onto_the_live_positions_with_the_fewest_moves(
-    case: tuple[p.Grid, frozenset[p.Worker], tuple[int, ...]],
-) -> None:
+def test_roles_are_a_bijection_onto_the_live_positions_with_the_fewest_moves(case):
     grid, failed, wanted = case
     taken = p.roles(grid, failed, wanted)
     live = set(grid.workers()) - failed
@@ -204,7 +202,7 @@ def test_roles_are_a_bijection_onto_the_live_positions_with_the_fewest_moves(
     assert changes_of_stage(grid, failed, wanted) == least
 
 
-def test_the_number_of_moves_is_the_minimum_over_all_assignments() -> None:
+def test_the_number_of_moves_is_the_minimum_over_all_assignments():
     grid = p.Grid(2, 3, 2)
     for failed in (frozenset(c) for c in product(*[(p.Worker(0, s), p.Worker(1, s)) for s in range(2)])):
         live = sorted(set(grid.workers()) - failed)
@@ -216,31 +214,25 @@ def test_the_number_of_moves_is_the_minimum_over_all_assignments() -> None:
             assert changes_of_stage(grid, failed, wanted) == least
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: p.normalize(BASE, -1), ConfigurationError, "failures=-1.*at least 0"),
-        (lambda: p.normalize(BASE, 9), PlanningError, "failures=9 leaves.*at most 8"),
-        (lambda: p.normalized_failures(GRID, (3, 0, 0, 0)), ConfigurationError, r"0\.\.2"),
-        (lambda: p.normalized_failures(GRID, (1, 0)), ConfigurationError, "4 numbers"),
-        (lambda: p.roles(GRID, {p.Worker(0, 0)}, (1, 1, 0, 0)), ConfigurationError, "1 failed worker, but.*for 2"),
-        (
-            lambda: p.roles(GRID, {p.Worker(d, 0) for d in range(3)}, (1, 1, 1, 0)),
-            PlanningError,
-            "all 3 replicas of stage 0",
-        ),
-    ],
-)
-def test_bad_input_names_the_value_and_the_remedy(make: object, error: type[Exception], message: str) -> None:
+@pytest.mark.parametrize(("make", "error", "message"), [
+    (lambda: p.normalize(BASE, -1), ConfigurationError, "failures=-1.*at least 0"),
+    (lambda: p.normalize(BASE, 9), PlanningError, "failures=9 leaves.*at most 8"),
+    (lambda: p.normalized_failures(GRID, (3, 0, 0, 0)), ConfigurationError, r"0\.\.2"),
+    (lambda: p.normalized_failures(GRID, (1, 0)), ConfigurationError, "4 numbers"),
+    (lambda: p.roles(GRID, {p.Worker(0, 0)}, (1, 1, 0, 0)), ConfigurationError, "1 failed worker, but.*for 2"),
+    (lambda: p.roles(GRID, {p.Worker(d, 0) for d in range(3)}, (1, 1, 1, 0)), PlanningError,
+     "all 3 replicas of stage 0"),
+])  # fmt: skip
+def test_bad_input_names_the_value_and_the_remedy(make, error, message):
     with pytest.raises(error, match=message):
-        make()  # type: ignore[operator]
+        make()
 
 
 # -- contingencies ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("failures", [0, 1, 2, 3, 8])
-def test_every_set_of_failed_workers_that_leaves_a_plan_is_alike_one_of_them(failures: int) -> None:
+def test_every_set_of_failed_workers_that_leaves_a_plan_is_alike_one_of_them(failures):
     found = contingencies(BASE, failures, most=1000)
     assert all(len(problem.failed) == failures for problem in found)
     assert len(set(found)) == len(found)
@@ -251,7 +243,7 @@ def test_every_set_of_failed_workers_that_leaves_a_plan_is_alike_one_of_them(fai
     assert possible == set(found)
 
 
-def test_the_likeliest_come_first() -> None:
+def test_the_likeliest_come_first():
     def sets(problem: p.Problem) -> int:
         return prod(comb(3, count) for count in p.distribution_of(GRID, problem.failed))
 
@@ -260,7 +252,7 @@ def test_the_likeliest_come_first() -> None:
     assert [sets(problem) for problem in every] == sorted(map(sets, every), reverse=True)
 
 
-def test_more_than_can_be_listed_are_spread_over_the_stages() -> None:
+def test_more_than_can_be_listed_are_spread_over_the_stages():
     large = p.Problem(p.Grid(24, 64, 2), p.Costs.uniform(64))
     found = contingencies(large, 8, most=20)
     assert len(set(found)) == 20
@@ -268,7 +260,7 @@ def test_more_than_can_be_listed_are_spread_over_the_stages() -> None:
     assert contingencies(large, 70, most=20) == []
 
 
-def test_the_next_failures_are_one_for_each_plan_that_may_be_needed() -> None:
+def test_the_next_failures_are_one_for_each_plan_that_may_be_needed():
     failed = frozenset({p.Worker(0, 1), p.Worker(2, 1)})
     slow = {p.Worker(1, 0): 2.0, p.Worker(2, 3): 3.0}
     problem = replace(BASE, failed=failed, worker_factors=slow)
@@ -285,7 +277,7 @@ def test_the_next_failures_are_one_for_each_plan_that_may_be_needed() -> None:
     assert {needed(failed | {worker}) for worker in survivors} == {needed(more) for more in found}
 
 
-def test_a_run_without_a_limit_has_that_of_1f1b_until_it_has_measured_its_memory() -> None:
+def test_a_run_without_a_limit_has_that_of_1f1b_until_it_has_measured_its_memory():
     usual_limit = failure_distribution.usual_limit
     assert usual_limit(GRID, ()) == usual_limit(GRID, [p.Worker(0, 0)]) == (4, 3, 2, 1)
     assert usual_limit(GRID, (), measured=True) == (7, 7, 7, 7)

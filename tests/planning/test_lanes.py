@@ -1,7 +1,5 @@
 """Grids with more lanes than pipelines: the same micro-batches on more workers."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest
@@ -20,12 +18,12 @@ from lightning_recycle.visualize.gantt import gantt_svg
 
 def loads(schedule: object, stage: int) -> list[int]:
     """The micro-batches of each live worker of a stage."""
-    problem = schedule.problem  # type: ignore[attr-defined]
-    routes = Counter(schedule.route(stage, m) for m in problem.grid.all_microbatches())  # type: ignore[attr-defined]
+    problem = schedule.problem
+    routes = Counter(schedule.route(stage, m) for m in problem.grid.all_microbatches())
     return sorted(routes[worker] for worker in problem.live_workers(stage))
 
 
-def test_a_grid_has_as_many_lanes_as_pipelines_unless_it_says_more() -> None:
+def test_a_grid_has_as_many_lanes_as_pipelines_unless_it_says_more():
     assert Grid(3, 4, 6) == Grid(3, 4, 6, 3)
     grid = Grid(3, 4, 6, lanes=5)
     assert (grid.num_workers, grid.global_microbatches, str(grid)) == (20, 18, "3 x 4 x 6 on 5 lanes")
@@ -35,13 +33,13 @@ def test_a_grid_has_as_many_lanes_as_pipelines_unless_it_says_more() -> None:
 
 
 @pytest.mark.parametrize(("lanes", "words"), [(2, "lanes=2"), (19, "there are 18 micro-batches for them")])
-def test_lanes_for_fewer_pipelines_or_more_microbatches_than_there_are_are_refused(lanes: int, words: str) -> None:
+def test_lanes_for_fewer_pipelines_or_more_microbatches_than_there_are_are_refused(lanes, words):
     with pytest.raises(ConfigurationError, match=words):
         Grid(3, 4, 6, lanes=lanes)
 
 
 @pytest.mark.parametrize("split", [False, True])
-def test_the_period_falls_with_each_lane_as_the_bound_does(split: bool) -> None:
+def test_the_period_falls_with_each_lane_as_the_bound_does(split):
     periods = []
     for lanes in range(3, 7):
         problem = Problem(Grid(3, 4, 8, lanes), Costs.uniform(4), technique=Technique(split_backward=split))
@@ -54,7 +52,7 @@ def test_the_period_falls_with_each_lane_as_the_bound_does(split: bool) -> None:
 
 
 @pytest.mark.parametrize("stages", [1, 3])
-def test_vacant_lanes_change_nothing(stages: int) -> None:
+def test_vacant_lanes_change_nothing(stages):
     costs = Costs.uniform(stages)
     alone = plan(Problem(Grid(3, stages, 4), costs))
     vacant = frozenset(Worker(lane, stage) for lane in (3, 4) for stage in range(stages))
@@ -64,9 +62,7 @@ def test_vacant_lanes_change_nothing(stages: int) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_whoever_is_there_every_microbatch_is_run_once_and_no_worker_has_more_than_its_share(
-    data: st.DataObject,
-) -> None:
+def test_whoever_is_there_every_microbatch_is_run_once_and_no_worker_has_more_than_its_share(data):
     pipelines, stages = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
     microbatches = data.draw(st.integers(2, 4))
     lanes = data.draw(st.integers(pipelines, min(2 * pipelines + 1, pipelines * microbatches)))
@@ -83,7 +79,7 @@ def test_whoever_is_there_every_microbatch_is_run_once_and_no_worker_has_more_th
         assert max(loads(schedule, stage)) <= -(-grid.global_microbatches // live) + 1
 
 
-def test_a_plan_for_one_lost_worker_serves_for_any_other_of_its_stage() -> None:
+def test_a_plan_for_one_lost_worker_serves_for_any_other_of_its_stage():
     problem = Problem(Grid(2, 2, 4, 3), Costs.uniform(2), frozenset({Worker(2, 1)}))
     schedule = plan(problem)
     for lane in (0, 1):
@@ -93,7 +89,7 @@ def test_a_plan_for_one_lost_worker_serves_for_any_other_of_its_stage() -> None:
         assert Worker(lane, 1) not in other.workers
 
 
-def test_failures_are_distributed_over_all_lanes() -> None:
+def test_failures_are_distributed_over_all_lanes():
     problem = Problem(Grid(2, 3, 4, 4), Costs.uniform(3))
     assert len(next_failures(problem)) == 3
     assert len(normalized_problem(problem, 7).failed) == 7
@@ -101,26 +97,26 @@ def test_failures_are_distributed_over_all_lanes() -> None:
         normalized_problem(problem, 10)
 
 
-def test_a_plan_file_keeps_the_lanes(tmp_path: object) -> None:
+def test_a_plan_file_keeps_the_lanes(tmp_path):
     for grid in (Grid(2, 2, 4, 3), Grid(2, 2, 4)):
         schedule = plan(Problem(grid, Costs.uniform(2)))
-        path = tmp_path / f"{grid.lanes}.json"  # type: ignore[operator]
+        path = tmp_path / f"{grid.lanes}.json"
         save_plan(path, schedule)
         assert load_plan(path).schedule.problem == schedule.problem
 
 
-def test_1f1b_is_refused_by_name() -> None:
+def test_1f1b_is_refused_by_name():
     with pytest.raises(PlanningError, match="1F1B runs each pipeline on a lane of its own, not 2 x 2 x 4 on 3 lanes"):
         one_f_one_b(Problem(Grid(2, 2, 4, 3), Costs.uniform(2)))
 
 
-def test_an_exact_planner_finds_nothing_better_than_what_there_is() -> None:
+def test_an_exact_planner_finds_nothing_better_than_what_there_is():
     problem = Problem(Grid(2, 2, 2, 3), Costs.uniform(2))
     schedule = ExactPlanner("highs", time_limit=20).plan(problem)
     validate(schedule)
     assert lower_bound(problem) <= schedule.period <= plan(problem).period
 
 
-def test_a_picture_has_a_row_for_each_worker() -> None:
+def test_a_picture_has_a_row_for_each_worker():
     shown = gantt_svg(plan(Problem(Grid(2, 2, 4, 3), Costs.uniform(2))))
     assert all(f"worker ({lane}, {stage})" in shown for lane in range(3) for stage in range(2))

@@ -19,13 +19,9 @@ CUTS = (0, 2.25, 4.6, 7)
 
 def layers(**more: object) -> LayerCosts:
     return LayerCosts(
-        forward=(1.0, 1.2, 0.8, 1.0, 1.1, 0.9, 1.0),
-        backward_input=(1.1,) * 7,
-        backward_weight=(0.9,) * 7,
-        reduce=(0.3,) * 7,
-        optimizer=(0.1,) * 7,
-        **more,  # type: ignore[arg-type]
-    )
+        forward=(1.0, 1.2, 0.8, 1.0, 1.1, 0.9, 1.0), backward_input=(1.1,) * 7, backward_weight=(0.9,) * 7,
+        reduce=(0.3,) * 7, optimizer=(0.1,) * 7, **more,
+    )  # fmt: skip
 
 
 def own_seconds(costs: LayerCosts, grid: Grid, kind: OpKind, stage: int, number: int) -> float:
@@ -60,7 +56,6 @@ def repeated(schedule: Schedule, costs: LayerCosts, steps: int) -> list[float]:
             for worker, program in programs.items():
                 while at[worker] < len(program):
                     op = program[at[worker]]
-                    assert op.microbatch is not None
                     number = op.microbatch.pipeline * grid.microbatches + op.microbatch.index
                     ready = input_of(done, op.kind, op.stage, number, stages)
                     if ready is None:
@@ -114,7 +109,7 @@ failures = st.sets(st.tuples(st.integers(0, 2), st.integers(0, 2)), max_size=3).
 @settings(max_examples=25, deadline=None)
 @given(places=failures, split_backward=st.booleans())
 @example(places={(0, 0), (0, 1), (1, 2)}, split_backward=True)  # faster than the bound of the mean micro-batch
-def test_steps_follow_each_other_as_predicted(places: set[tuple[int, int]], split_backward: bool) -> None:
+def test_steps_follow_each_other_as_predicted(places, split_backward):
     grid, costs = Grid(3, 3, 5), layers()
     failed = frozenset(Worker(*place) for place in places)
     problem = Problem(grid, costs.costs(CUTS, split_backward=split_backward), failed, Technique(split_backward, True))
@@ -128,7 +123,7 @@ def test_steps_follow_each_other_as_predicted(places: set[tuple[int, int]], spli
     assert (stepped[-1] - stepped[-13]) / 12 == pytest.approx(timing.period, rel=1e-6)
 
 
-def test_nobody_waits_for_gradients_that_are_complete_before_the_last_operations() -> None:
+def test_nobody_waits_for_gradients_that_are_complete_before_the_last_operations():
     grid = Grid(2, 2, 8)
     costs = LayerCosts((1.0,) * 5, (1.0,) * 5, (1.0,) * 5)
     cuts = (0, 2.5, 5)
@@ -142,7 +137,7 @@ def test_nobody_waits_for_gradients_that_are_complete_before_the_last_operations
 
 @settings(max_examples=20, deadline=None)
 @given(places=failures, room=st.floats(1.0, 6.0))
-def test_no_worker_holds_more_than_it_has(places: set[tuple[int, int]], room: float) -> None:
+def test_no_worker_holds_more_than_it_has(places, room):
     grid, held = Grid(3, 3, 5), (2.0, 1.0, 3.0, 1.0, 2.0, 1.0, 1.0)
     fixed = 8 * 3 + 3.0 + 2.0  # of the second stage, with room for one more of each shared layer
     costs = layers(
@@ -172,7 +167,7 @@ def test_no_worker_holds_more_than_it_has(places: set[tuple[int, int]], room: fl
             assert now <= fixed + room * 4.5 + 1e-6
 
 
-def test_light_micro_batches_leave_room_for_one_more() -> None:
+def test_light_micro_batches_leave_room_for_one_more():
     grid, cuts = Grid(1, 3, 12), (0, 2.25, 4.5, 7)
     slots = (1.0,) * 7
     costs = LayerCosts(slots, slots, slots, held_bytes=slots, parameter_bytes=slots, memory_limit=3 + 1 + 8.8)

@@ -1,7 +1,5 @@
 """One worker's part of a schedule, and whom it must reach for it."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import pytest
@@ -15,12 +13,12 @@ GRID = Grid(3, 3, 3)
 
 
 @pytest.fixture
-def many_pipelines(monkeypatch: pytest.MonkeyPatch) -> None:
+def many_pipelines(monkeypatch) -> None:
     """A few count as many."""
     monkeypatch.setattr(program, "_FEW_PIPELINES", 0)
 
 
-def schedule_without(*lost: Worker, grid: Grid = GRID):  # type: ignore[no-untyped-def]
+def schedule_without(*lost: Worker, grid: Grid = GRID):
     return heuristic(Problem(grid, Costs.uniform(grid.stages), frozenset(lost)))
 
 
@@ -29,9 +27,7 @@ LOSSES = [(), *[(w,) for w in GRID.workers()], *[p for p in combinations(GRID.wo
 
 @pytest.mark.parametrize("few", [0, 16], ids=["many", "few"])
 @pytest.mark.parametrize("lost", LOSSES, ids=str)
-def test_every_message_of_a_program_is_for_a_neighbour_which_expects_it(
-    lost: tuple[Worker, ...], few: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_message_of_a_program_is_for_a_neighbour_which_expects_it(lost, few, monkeypatch):
     monkeypatch.setattr(program, "_FEW_PIPELINES", few)
     programs = Programs(schedule_without(*lost))
     live = [worker for worker in GRID.workers() if worker not in lost]
@@ -43,20 +39,20 @@ def test_every_message_of_a_program_is_for_a_neighbour_which_expects_it(
     assert all(rank in found[other].neighbours for rank, program in found.items() for other in program.neighbours)
 
 
-def test_without_failures_a_worker_has_two_neighbours_however_many_there_are() -> None:
+def test_without_failures_a_worker_has_two_neighbours_however_many_there_are():
     grid = Grid(20, 3, 1)
     programs = Programs(schedule_without(grid=grid))
     assert programs.of(Worker(7, 1)).neighbours == (grid.rank(Worker(7, 0)), grid.rank(Worker(7, 2)))
 
 
-def test_with_few_pipelines_a_worker_reaches_all_of_the_stages_before_and_after() -> None:
+def test_with_few_pipelines_a_worker_reaches_all_of_the_stages_before_and_after():
     found = links(schedule_without(Worker(1, 2)))
     assert found[Worker(0, 1)] == {*(Worker(d, 0) for d in range(3)), Worker(0, 2), Worker(2, 2)}
     assert found[Worker(0, 0)] == {Worker(d, 1) for d in range(3)}
 
 
 @pytest.mark.usefixtures("many_pipelines")
-def test_where_a_worker_is_lost_its_neighbours_reach_all_its_peers() -> None:
+def test_where_a_worker_is_lost_its_neighbours_reach_all_its_peers():
     """So another plan that deals its micro-batches to others needs no other connections."""
     found = links(schedule_without(Worker(1, 1)))
     assert found[Worker(1, 0)] >= {Worker(0, 1), Worker(2, 1)}
@@ -64,23 +60,23 @@ def test_where_a_worker_is_lost_its_neighbours_reach_all_its_peers() -> None:
 
 
 @pytest.mark.usefixtures("many_pipelines")
-def test_the_first_workers_of_the_stages_reach_each_other() -> None:
+def test_the_first_workers_of_the_stages_reach_each_other():
     """They run ``self(x)`` together."""
     found = links(schedule_without(Worker(0, 1), Worker(1, 1), Worker(0, 2)))
     assert Worker(2, 1) in found[Worker(0, 0)]
     assert Worker(1, 2) in found[Worker(2, 1)]
 
 
-def test_exchanges_are_those_of_consecutive_stages() -> None:
+def test_exchanges_are_those_of_consecutive_stages():
     assert {(a.stage + 1, b.stage) for a, b in schedule_without().exchanges()} == {(1, 1), (2, 2)}
 
 
-def test_a_worker_without_micro_batches_makes_its_peers_wait() -> None:
+def test_a_worker_without_micro_batches_makes_its_peers_wait():
     grid = Grid(2, 1, 1)
     programs = Programs(schedule_without(grid=grid))
     assert not programs.of(Worker(0, 0)).idle_peer
 
 
-def test_who_is_not_part_of_the_schedule_has_no_program() -> None:
+def test_who_is_not_part_of_the_schedule_has_no_program():
     with pytest.raises(PlanningError, match=r"worker \(1, 1\) has failed"):
         Programs(schedule_without(Worker(1, 1))).of(Worker(1, 1))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_recycle import planning as p
+from lightning_recycle import planning
 
 CLOSE = 1e-6
 EFFORT = 10_000  # enough for the search to try everything that it has
@@ -16,28 +16,28 @@ SLOTS = st.sampled_from([0.0, 0.1, 0.3, 0.9, 1.0, 1.1, 2.0, 3.7])
 
 
 @st.composite
-def problems(draw: st.DrawFn, *, with_failures: bool = True) -> p.Problem:
-    grid = p.Grid(draw(st.integers(1, 4)), draw(st.integers(1, 5)), draw(st.integers(1, 6)))
+def problems(draw: st.DrawFn, *, with_failures: bool = True) -> planning.Problem:
+    grid = planning.Grid(draw(st.integers(1, 4)), draw(st.integers(1, 5)), draw(st.integers(1, 6)))
 
     def per_stage() -> tuple[float, ...]:
         return tuple(draw(st.lists(SLOTS, min_size=grid.stages, max_size=grid.stages)))
 
-    costs = p.Costs(per_stage(), per_stage(), per_stage(), per_stage(), per_stage(), draw(SLOTS))
-    failed: set[p.Worker] = set()
+    costs = planning.Costs(per_stage(), per_stage(), per_stage(), per_stage(), per_stage(), draw(SLOTS))
+    failed: set[planning.Worker] = set()
     if with_failures:
         for stage in range(grid.stages):
             pipelines = st.sets(st.integers(0, grid.pipelines - 1), max_size=grid.pipelines - 1)
-            failed |= {p.Worker(pipeline, stage) for pipeline in draw(pipelines)}
+            failed |= {planning.Worker(pipeline, stage) for pipeline in draw(pipelines)}
     limits = st.lists(st.integers(1, 8), min_size=grid.stages, max_size=grid.stages).map(tuple)
-    technique = p.Technique(draw(st.booleans()), draw(st.booleans()))
+    technique = planning.Technique(draw(st.booleans()), draw(st.booleans()))
     slow = st.dictionaries(st.sampled_from(grid.workers()), st.sampled_from([0.5, 1.0, 1.2, 3.0]), max_size=3)
     factors = draw(st.just({}) | slow)
     limit, memory = draw(st.none() | limits), draw(st.none() | memories(grid.stages))
-    return p.Problem(grid, costs, frozenset(failed), technique, limit, factors, memory)  # type: ignore[arg-type]
+    return planning.Problem(grid, costs, frozenset(failed), technique, limit, factors, memory)
 
 
 @st.composite
-def memories(draw: st.DrawFn, stages: int) -> p.Memory:
+def memories(draw: st.DrawFn, stages: int) -> planning.Memory:
     """Room for one to six micro-batches after F; a split backward takes nothing, less, as much, or up to twice that."""
 
     def per_stage(values: list[float]) -> tuple[float, ...]:
@@ -46,53 +46,53 @@ def memories(draw: st.DrawFn, stages: int) -> p.Memory:
     fixed, held = per_stage([0.0, 0.7, 100.0]), per_stage([0.3, 1.0, 10.0])
     waiting = tuple(size * share for size, share in zip(held, per_stage([0.0, 0.4, 1.0, 1.5, 2.0]), strict=True))
     rooms = zip(fixed, held, per_stage([1.0, 1.5, 2.0, 3.0, 6.0]), strict=True)
-    return p.Memory(tuple(base + size * most for base, size, most in rooms), fixed, held, waiting)
+    return planning.Memory(tuple(base + size * most for base, size, most in rooms), fixed, held, waiting)
 
 
 @settings(max_examples=100, deadline=None)
 @given(problems())
-def test_every_plan_is_valid_and_respects_its_bounds(problem: p.Problem) -> None:
-    schedule = p.heuristic(problem, EFFORT)
-    p.validate(schedule)
+def test_every_plan_is_valid_and_respects_its_bounds(problem):
+    schedule = planning.heuristic(problem, EFFORT)
+    planning.validate(schedule)
     if problem.memory is not None:
         for worker in schedule.live_workers:
             assert schedule.peak_memory(worker) <= problem.memory.capacity[worker.stage] + CLOSE
-    assert schedule.period >= p.lower_bound(schedule.problem) - CLOSE
-    assert schedule.makespan >= p.makespan_lower_bound(schedule.problem) - CLOSE
+    assert schedule.period >= planning.lower_bound(schedule.problem) - CLOSE
+    assert schedule.makespan >= planning.makespan_lower_bound(schedule.problem) - CLOSE
     assert schedule.period <= schedule.makespan + CLOSE
 
 
 @settings(max_examples=50, deadline=None)
 @given(problems(with_failures=False))
-def test_1f1b_is_valid_for_any_costs_and_limits(problem: p.Problem) -> None:
-    schedule = p.one_f_one_b(problem)
-    p.validate(schedule)
+def test_1f1b_is_valid_for_any_costs_and_limits(problem):
+    schedule = planning.one_f_one_b(problem)
+    planning.validate(schedule)
     for worker in schedule.live_workers:
         assert schedule.peak_in_flight(worker) <= problem.grid.stages - worker.stage
 
 
 @settings(max_examples=25, deadline=None)
 @given(problems())
-def test_planning_twice_gives_the_same_schedule(problem: p.Problem) -> None:
-    assert p.heuristic(problem, EFFORT) == p.heuristic(pickle.loads(pickle.dumps(problem)), EFFORT)
+def test_planning_twice_gives_the_same_schedule(problem):
+    assert planning.heuristic(problem, EFFORT) == planning.heuristic(pickle.loads(pickle.dumps(problem)), EFFORT)
 
 
 @settings(max_examples=50, deadline=None)
 @given(problems())
-def test_a_plan_survives_json_and_pickle(problem: p.Problem) -> None:
-    schedule = p.heuristic(problem, EFFORT)
-    assert p.read_plan(json.loads(json.dumps(p.plan_to_json(schedule)))).schedule == schedule
+def test_a_plan_survives_json_and_pickle(problem):
+    schedule = planning.heuristic(problem, EFFORT)
+    assert planning.read_plan(json.loads(json.dumps(planning.plan_to_json(schedule)))).schedule == schedule
     assert pickle.loads(pickle.dumps(schedule)) == schedule
 
 
 @settings(max_examples=50, deadline=None)
 @given(problems())
-def test_orphans_are_dealt_evenly_and_nothing_else_moves_at_equal_speeds(problem: p.Problem) -> None:
+def test_orphans_are_dealt_evenly_and_nothing_else_moves_at_equal_speeds(problem):
     grid = problem.grid
-    for stage, route in enumerate(p.reroute(grid, problem.failed)):
+    for stage, route in enumerate(planning.reroute(grid, problem.failed)):
         assert list(route) == list(grid.all_microbatches())
         for microbatch, worker in route.items():
-            home = p.Worker(microbatch.pipeline, stage)
+            home = planning.Worker(microbatch.pipeline, stage)
             assert worker.stage == stage
             assert worker not in problem.failed
             assert worker == home or home in problem.failed
@@ -103,24 +103,28 @@ def test_orphans_are_dealt_evenly_and_nothing_else_moves_at_equal_speeds(problem
 
 @settings(max_examples=50, deadline=None)
 @given(problems())
-def test_the_staggered_optimizer_never_slows_down(problem: p.Problem) -> None:
+def test_the_staggered_optimizer_never_slows_down(problem):
     staggered = replace(problem, technique=replace(problem.technique, staggered=True))
     barrier = replace(problem, technique=replace(problem.technique, staggered=False))
-    assert p.heuristic(staggered, EFFORT).period <= p.heuristic(barrier, EFFORT).period + CLOSE
+    assert planning.heuristic(staggered, EFFORT).period <= planning.heuristic(barrier, EFFORT).period + CLOSE
 
 
-def test_the_staggered_period_is_what_an_executor_reaches_that_runs_as_early_as_possible() -> None:
+def test_the_staggered_period_is_what_an_executor_reaches_that_runs_as_early_as_possible():
     """Play 30 iterations of the programs without the planned times; the last ones follow each other by the period."""
-    costs = p.Costs((1.0, 1.3, 0.9, 1.1), (1.0, 1.2, 1.1, 0.7), (0.9, 1.0, 0.8, 1.0), (0.4,) * 4, (0.2,) * 4, 0.2)
-    failed = frozenset({p.Worker(0, 1), p.Worker(2, 3)})
-    schedule = p.heuristic(p.Problem(p.Grid(3, 4, 6), costs, failed, p.Technique(), (5, 5, 4, 4)))
+    costs = planning.Costs(
+        (1.0, 1.3, 0.9, 1.1), (1.0, 1.2, 1.1, 0.7), (0.9, 1.0, 0.8, 1.0), (0.4,) * 4, (0.2,) * 4, 0.2
+    )
+    failed = frozenset({planning.Worker(0, 1), planning.Worker(2, 3)})
+    schedule = planning.heuristic(
+        planning.Problem(planning.Grid(3, 4, 6), costs, failed, planning.Technique(), (5, 5, 4, 4))
+    )
     iterations = 30
     steps = _play(schedule, iterations)
     pace = (steps[-1] - steps[iterations // 2 - 1]) / (iterations // 2)
     assert abs(pace - schedule.period) < 0.02 * schedule.period
 
 
-def _play(schedule: p.Schedule, iterations: int) -> list[float]:
+def _play(schedule: planning.Schedule, iterations: int) -> list[float]:
     """End of stage 0's STEP in each iteration, when every operation starts as soon as it can."""
     free = dict.fromkeys(schedule.live_workers, 0.0)
     costs, ended = schedule.problem.costs, []

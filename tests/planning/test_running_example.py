@@ -4,28 +4,28 @@ from itertools import combinations
 
 import pytest
 
-from lightning_recycle import planning as p
+from lightning_recycle import planning
 
-GRID = p.Grid(pipelines=3, stages=4, microbatches=6)
-FUSED = p.Technique(split_backward=False, staggered=False)
-SPLIT = p.Technique(split_backward=True, staggered=False)
-STAGGERED = p.Technique(split_backward=True, staggered=True)
+GRID = planning.Grid(pipelines=3, stages=4, microbatches=6)
+FUSED = planning.Technique(split_backward=False, staggered=False)
+SPLIT = planning.Technique(split_backward=True, staggered=False)
+STAGGERED = planning.Technique(split_backward=True, staggered=True)
 
 
-def solve(technique: p.Technique, *failed: tuple[int, int], limit: int | None = None) -> p.Schedule:
+def solve(technique: planning.Technique, *failed: tuple[int, int], limit: int | None = None) -> planning.Schedule:
     limits = None if limit is None else (limit,) * GRID.stages
-    workers = frozenset(p.Worker(*position) for position in failed)
-    return p.plan(p.Problem(GRID, p.Costs.uniform(4), workers, technique, limits))
+    workers = frozenset(planning.Worker(*position) for position in failed)
+    return planning.plan(planning.Problem(GRID, planning.Costs.uniform(4), workers, technique, limits))
 
 
-def test_fault_free_1f1b_takes_27_slots_and_holds_at_most_s_minus_stage_microbatches() -> None:
-    schedule = p.one_f_one_b(p.Problem(GRID, p.Costs.uniform(4), technique=FUSED))
+def test_fault_free_1f1b_takes_27_slots_and_holds_at_most_s_minus_stage_microbatches():
+    schedule = planning.one_f_one_b(planning.Problem(GRID, planning.Costs.uniform(4), technique=FUSED))
     assert (schedule.period, schedule.makespan) == (27, 27)
-    assert [schedule.peak_in_flight(p.Worker(0, s)) for s in range(4)] == [4, 3, 2, 1]
+    assert [schedule.peak_in_flight(planning.Worker(0, s)) for s in range(4)] == [4, 3, 2, 1]
 
 
-def test_fault_free_fused_plan_is_1f1b() -> None:
-    assert solve(FUSED) == p.one_f_one_b(p.Problem(GRID, p.Costs.uniform(4), technique=FUSED))
+def test_fault_free_fused_plan_is_1f1b():
+    assert solve(FUSED) == planning.one_f_one_b(planning.Problem(GRID, planning.Costs.uniform(4), technique=FUSED))
 
 
 @pytest.mark.parametrize(
@@ -33,12 +33,10 @@ def test_fault_free_fused_plan_is_1f1b() -> None:
     [(FUSED, 36, 36), (SPLIT, 29, 29), (STAGGERED, 29, 27)],
     ids=["adaptive", "split_backward", "staggered"],
 )
-def test_each_technique_brings_the_dead_worker_of_stage_2_closer_to_free(
-    technique: p.Technique, makespan: float, period: float
-) -> None:
+def test_each_technique_brings_the_dead_worker_of_stage_2_closer_to_free(technique, makespan, period):
     """With the plain rule, as in the paper; a better order brings the fused backward to 33."""
-    problem = p.Problem(GRID, p.Costs.uniform(4), frozenset({p.Worker(1, 2)}), technique)
-    schedule = p.plan(problem, p.HeuristicPlanner(effort=0))
+    problem = planning.Problem(GRID, planning.Costs.uniform(4), frozenset({planning.Worker(1, 2)}), technique)
+    schedule = planning.plan(problem, planning.HeuristicPlanner(effort=0))
     assert (schedule.makespan, schedule.period) == (makespan, period)
 
 
@@ -57,37 +55,35 @@ TABLE = [
     ("technique", "limit", "stage", "slots"),
     [(technique, limit, stage, slots[stage]) for technique, limit, slots in TABLE for stage in range(4)],
 )
-def test_every_plan_of_the_table_is_optimal(
-    technique: p.Technique, limit: int | None, stage: int, slots: float
-) -> None:
+def test_every_plan_of_the_table_is_optimal(technique, limit, stage, slots):
     schedule = solve(technique, (1, stage), limit=limit)
-    assert p.lower_bound(schedule.problem) <= schedule.period == slots
+    assert planning.lower_bound(schedule.problem) <= schedule.period == slots
     assert max(map(schedule.peak_in_flight, schedule.live_workers)) <= (limit or 18)
 
 
 @pytest.mark.parametrize(("stage", "makespan"), [(0, 27), (1, 28), (2, 29), (3, 30)])
-def test_split_and_staggered_plans_are_optimal_for_a_failure_in_any_stage(stage: int, makespan: float) -> None:
+def test_split_and_staggered_plans_are_optimal_for_a_failure_in_any_stage(stage, makespan):
     split_backward, staggered = solve(SPLIT, (1, stage)), solve(STAGGERED, (1, stage))
-    assert split_backward.makespan == makespan == p.lower_bound(split_backward.problem)
-    assert staggered.period == 27 == p.lower_bound(staggered.problem)
-    assert staggered.makespan == makespan == p.makespan_lower_bound(staggered.problem)
+    assert split_backward.makespan == makespan == planning.lower_bound(split_backward.problem)
+    assert staggered.period == 27 == planning.lower_bound(staggered.problem)
+    assert staggered.makespan == makespan == planning.makespan_lower_bound(staggered.problem)
 
 
-def test_fault_free_split_backwards_reach_zero_bubble() -> None:
+def test_fault_free_split_backwards_reach_zero_bubble():
     assert solve(SPLIT).makespan == 21
     assert solve(SPLIT, limit=4).makespan == 21
     assert solve(STAGGERED).period == 19
     assert solve(STAGGERED, limit=7).period == 19
 
 
-def test_two_failures_in_different_stages_cost_no_more_than_one() -> None:
+def test_two_failures_in_different_stages_cost_no_more_than_one():
     for first, second in combinations(GRID.workers(), 2):
         if first.stage != second.stage:
             failed = (first.pipeline, first.stage), (second.pipeline, second.stage)
             assert solve(STAGGERED, *failed).period == 27
 
 
-def test_only_one_replica_of_a_stage_left() -> None:
+def test_only_one_replica_of_a_stage_left():
     schedule = solve(STAGGERED, (0, 2), (1, 2))
     assert schedule.period == 54  # 18 micro-batches of 3 slots each on one worker
-    assert {schedule.route(2, microbatch) for microbatch in GRID.all_microbatches()} == {p.Worker(2, 2)}
+    assert {schedule.route(2, microbatch) for microbatch in GRID.all_microbatches()} == {planning.Worker(2, 2)}

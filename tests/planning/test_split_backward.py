@@ -16,12 +16,12 @@ def everywhere(trial: SplitTrial = TRIAL) -> SplitCosts:
     return SplitCosts(GRID, dict.fromkeys(GRID.workers(), trial))
 
 
-def test_what_a_split_forward_takes_longer_counts_as_part_of_the_backward() -> None:
+def test_what_a_split_forward_takes_longer_counts_as_part_of_the_backward():
     assert TRIAL.longer == pytest.approx(2.2 / 2.0)
     assert TRIAL.input_share == pytest.approx(1.2 / 2.1)
 
 
-def test_costs_of_fused_backwards_become_those_of_split_ones_and_back() -> None:
+def test_costs_of_fused_backwards_become_those_of_split_ones_and_back():
     fused = Costs((10.0, 10.0), (10.0, 20.0), (10.0, 20.0), (0.0, 0.0), (1.0, 1.0))
     known = everywhere()
     split = known.of_split(fused, (True, True))
@@ -35,7 +35,7 @@ def test_costs_of_fused_backwards_become_those_of_split_ones_and_back() -> None:
     assert known.of_split(split, (False, False)) == split, "they are split already"
 
 
-def test_splitting_is_never_less_work() -> None:
+def test_splitting_is_never_less_work():
     lucky = replace(TRIAL, split=(0.9, 0.9, 0.9), busy_split=2.0)
     assert lucky.longer == 1.0
     known = everywhere(lucky)
@@ -45,7 +45,7 @@ def test_splitting_is_never_less_work() -> None:
     assert split == fused
 
 
-def test_a_step_takes_at_least_what_it_keeps_the_busiest_machine_busy() -> None:
+def test_a_step_takes_at_least_what_it_keeps_the_busiest_machine_busy():
     problem = Problem(GRID, Costs.uniform(2))
     assert everywhere().least_seconds(problem) == pytest.approx(4 * 4 * 3.2 / 2), "four workers on two cores"
     trials = {worker: replace(TRIAL, place=str(worker.stage)) for worker in GRID.workers()}
@@ -57,13 +57,13 @@ def test_a_step_takes_at_least_what_it_keeps_the_busiest_machine_busy() -> None:
     assert apart.least_seconds(fused) == pytest.approx(2 * 4 * 3.0 / 2)
 
 
-def test_measured_operations_are_divided_as_in_the_trial() -> None:
+def test_measured_operations_are_divided_as_in_the_trial():
     divided = TRIAL.divided({"F": 1.0, "BW": 4.0})
     assert divided["B"] + divided["W"] == pytest.approx(4.4)
     assert TRIAL.divided({"F": 1.0, "B": 4.0, "W": 1.0}) == {"F": 1.0, "B": 4.0, "W": 1.0}
 
 
-def test_bad_trials() -> None:
+def test_bad_trials():
     with pytest.raises(ConfigurationError, match="busy_split"):
         replace(TRIAL, busy_split=-1.0)
     with pytest.raises(ConfigurationError, match="some processors"):
@@ -87,7 +87,7 @@ def chosen(slower: float = 1.0, *failed: Worker, grid: Grid = EXAMPLE, staggered
 
 
 @pytest.mark.parametrize(("staggered", "fused"), [(True, 27), (False, 27)])
-def test_free_splitting_is_on_where_there_are_bubbles(staggered: bool, fused: float) -> None:
+def test_free_splitting_is_on_where_there_are_bubbles(staggered, fused):
     choice = chosen(staggered=staggered)
     assert choice.splits
     assert choice.fused_seconds == fused
@@ -96,7 +96,7 @@ def test_free_splitting_is_on_where_there_are_bubbles(staggered: bool, fused: fl
     assert choice.splitting == 0
 
 
-def test_splitting_that_costs_more_than_it_wins_is_off() -> None:
+def test_splitting_that_costs_more_than_it_wins_is_off():
     choice = chosen(2.0)
     assert not choice.splits
     assert choice.splitting == pytest.approx(2 / 3)
@@ -106,10 +106,10 @@ def test_splitting_that_costs_more_than_it_wins_is_off() -> None:
     assert facts["wins"] == pytest.approx(1 - facts["split_seconds"] / 27)
 
 
-def test_one_stage_has_nothing_to_win() -> None:
+def test_one_stage_has_nothing_to_win():
     assert not chosen(grid=Grid(3, 1, 6)).splits
 
 
-def test_a_failure_can_make_splitting_pay() -> None:
+def test_a_failure_can_make_splitting_pay():
     """With as many micro-batches as these there are hardly any bubbles, unless the peers of the dead leave some."""
     assert chosen(1.06, Worker(1, 2)).splits

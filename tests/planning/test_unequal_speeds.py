@@ -28,7 +28,7 @@ def loads(schedule: p.Schedule) -> Counter[p.Worker]:
 
 @settings(max_examples=40, deadline=None)
 @given(problems())
-def test_plans_for_unequal_speeds_are_valid_and_so_are_those_that_ignore_them(problem: p.Problem) -> None:
+def test_plans_for_unequal_speeds_are_valid_and_so_are_those_that_ignore_them(problem):
     schedule = p.heuristic(problem, EFFORT)
     p.validate(schedule)
     ignorant = p.retime(p.heuristic(replace(problem, worker_factors=()), EFFORT), problem.costs, problem.worker_factors)
@@ -37,7 +37,7 @@ def test_plans_for_unequal_speeds_are_valid_and_so_are_those_that_ignore_them(pr
     assert p.lower_bound(problem) <= schedule.period + CLOSE
 
 
-def test_a_plan_is_better_than_the_one_that_takes_all_workers_for_equally_fast() -> None:
+def test_a_plan_is_better_than_the_one_that_takes_all_workers_for_equally_fast():
     """Seeded: 24 grids with one slow worker; none loses."""
     gains = []
     for seed in range(24):
@@ -48,7 +48,7 @@ def test_a_plan_is_better_than_the_one_that_takes_all_workers_for_equally_fast()
             grid, p.Costs.uniform(grid.stages, 1.0, 1.1, 0.9, communication=0.1),
             technique=p.Technique(draw.random() < 0.7, draw.random() < 0.7),
             in_flight_limit=(grid.stages + draw.randint(0, 2),) * grid.stages if draw.random() < 0.6 else None,
-            worker_factors={slow: draw.choice((1.3, 1.5, 2.0))},  # type: ignore[arg-type]
+            worker_factors={slow: draw.choice((1.3, 1.5, 2.0))},
         )  # fmt: skip
         ignorant = p.retime(
             p.heuristic(replace(problem, worker_factors=()), EFFORT), problem.costs, problem.worker_factors
@@ -60,34 +60,24 @@ def test_a_plan_is_better_than_the_one_that_takes_all_workers_for_equally_fast()
 
 @settings(max_examples=40, deadline=None)
 @given(problems(), st.sampled_from([0.5, 2.0]))
-def test_factors_of_the_dead_and_factors_of_one_change_no_order(problem: p.Problem, factor: float) -> None:
+def test_factors_of_the_dead_and_factors_of_one_change_no_order(problem, factor):
     plain = replace(problem, worker_factors=())
     named = {worker: factor if worker in problem.failed else 1.0 for worker in problem.grid.workers()}
-    schedule = p.heuristic(replace(problem, worker_factors=named), EFFORT)  # type: ignore[arg-type]
+    schedule = p.heuristic(replace(problem, worker_factors=named), EFFORT)
     if not problem.technique.split_backward and not problem.failed:
         assert schedule == p.heuristic(plain, EFFORT)
     assert orders(schedule) == orders(p.heuristic(plain, EFFORT))
 
 
-@pytest.mark.parametrize(
-    ("problem", "digest"),
-    [
-        (p.Problem(p.Grid(3, 4, 6), p.Costs.uniform(4), frozenset({p.Worker(1, 2)})), "217f33240d314fcc"),
-        (
-            p.Problem(
-                p.Grid(3, 4, 6), UNEVEN, frozenset({p.Worker(0, 1), p.Worker(2, 3)}), p.Technique(), (5, 5, 4, 4)
-            ),
-            "f13a12b1c45a9e63",
-        ),
-        (p.Problem(p.Grid(2, 2, 4), p.Costs.uniform(2), in_flight_limit=(3, 3)), "21813906c29f19f5"),
-        (
-            p.Problem(p.Grid(2, 3, 4), p.Costs.uniform(3), frozenset({p.Worker(0, 0)}), p.Technique(False, True)),
-            "623f21334f16c25c",
-        ),
-    ],
-    ids=["running example", "uneven costs", "healthy", "fused"],
-)
-def test_orders_at_equal_speeds_are_those_of_before_there_were_others(problem: p.Problem, digest: str) -> None:
+@pytest.mark.parametrize(("problem", "digest"), [
+    (p.Problem(p.Grid(3, 4, 6), p.Costs.uniform(4), frozenset({p.Worker(1, 2)})), "217f33240d314fcc"),
+    (p.Problem(p.Grid(3, 4, 6), UNEVEN, frozenset({p.Worker(0, 1), p.Worker(2, 3)}), p.Technique(), (5, 5, 4, 4)),
+     "f13a12b1c45a9e63"),
+    (p.Problem(p.Grid(2, 2, 4), p.Costs.uniform(2), in_flight_limit=(3, 3)), "21813906c29f19f5"),
+    (p.Problem(p.Grid(2, 3, 4), p.Costs.uniform(3), frozenset({p.Worker(0, 0)}), p.Technique(False, True)),
+     "623f21334f16c25c"),
+], ids=["running example", "uneven costs", "healthy", "fused"])  # fmt: skip
+def test_orders_at_equal_speeds_are_those_of_before_there_were_others(problem, digest):
     """A change of the heuristic itself changes these digests, too: then write the new ones here."""
     schedule = p.heuristic(problem)
     text = json.dumps([[str(w), [str(op) for op in schedule.program(w)]] for w in schedule.live_workers])
@@ -97,13 +87,11 @@ def test_orders_at_equal_speeds_are_those_of_before_there_were_others(problem: p
 @pytest.mark.parametrize("stage", range(3))
 @pytest.mark.parametrize("factor", [1.5, 2.0, 4.0])
 @pytest.mark.parametrize("staggered", [True, False])
-def test_a_slow_worker_runs_fewer_microbatches_and_the_period_shows_it(
-    stage: int, factor: float, staggered: bool
-) -> None:
+def test_a_slow_worker_runs_fewer_microbatches_and_the_period_shows_it(stage, factor, staggered):
     slow = p.Worker(0, stage)
     problem = p.Problem(
         p.Grid(3, 3, 6), p.Costs.uniform(3), technique=p.Technique(staggered=staggered), in_flight_limit=(5, 5, 5),
-        worker_factors={slow: factor},  # type: ignore[arg-type]
+        worker_factors={slow: factor},
     )  # fmt: skip
     schedule = p.heuristic(problem)
     ignorant = p.retime(p.heuristic(replace(problem, worker_factors=())), problem.costs, problem.worker_factors)
@@ -112,20 +100,15 @@ def test_a_slow_worker_runs_fewer_microbatches_and_the_period_shows_it(
     assert schedule.period < 0.93 * ignorant.period
 
 
-def test_a_little_slowness_moves_nothing() -> None:
-    problem = p.Problem(p.Grid(3, 3, 6), p.Costs.uniform(3), worker_factors={p.Worker(0, 1): 1.05})  # type: ignore[arg-type]
+def test_a_little_slowness_moves_nothing():
+    problem = p.Problem(p.Grid(3, 3, 6), p.Costs.uniform(3), worker_factors={p.Worker(0, 1): 1.05})
     assert loads(p.heuristic(problem))[p.Worker(0, 1)] == 6
 
 
-def test_the_work_alone_does_not_decide_how_much_a_slow_worker_gets() -> None:
+def test_the_work_alone_does_not_decide_how_much_a_slow_worker_gets():
     """With two micro-batches even one of them on the worker that takes three times as long holds up the pipeline."""
     slow = p.Worker(1, 1)
-    problem = p.Problem(
-        p.Grid(3, 4, 2),
-        p.Costs.uniform(4),
-        in_flight_limit=(7,) * 4,
-        worker_factors={slow: 3.0},  # type: ignore[arg-type]
-    )
+    problem = p.Problem(p.Grid(3, 4, 2), p.Costs.uniform(4), in_flight_limit=(7,) * 4, worker_factors={slow: 3.0})
     least_work = p.reroute(problem.grid, (), {slow: 3.0})[1]
     assert Counter(least_work.values())[slow] == 1  # 9 slots on it, and 9 on the other two
     schedule = p.heuristic(problem)

@@ -67,8 +67,7 @@ class AllDie(Regression):
     """All of whose first workers die in step 10."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        strategy: Any = self.trainer.strategy
-        if strategy.incarnation == 0 and self.global_step == 10:
+        if self.trainer.strategy.incarnation == 0 and self.global_step == 10:
             os._exit(9)
 
 

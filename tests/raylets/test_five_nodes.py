@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from raylets.conftest import LocalCluster
 from raylets.ray_training import STEPS, Signs, expected, from_driver
 from support.models import Divided, Regression
 from support.training import difference
@@ -98,7 +97,7 @@ def nothing_is_left() -> bool:
     return bool(ray.cluster_resources()["CPU"] == ray.available_resources().get("CPU"))
 
 
-def test_a_killed_actor_is_replaced_where_it_was(cluster: LocalCluster, tmp_path: Path) -> None:
+def test_a_killed_actor_is_replaced_where_it_was(cluster, tmp_path):
     for _ in range(4):
         cluster.add()
     nodes: dict[int, str] = {}
@@ -119,7 +118,7 @@ def test_a_killed_actor_is_replaced_where_it_was(cluster: LocalCluster, tmp_path
     assert wait_for(nothing_is_left, 20)
 
 
-def test_workers_of_a_killed_raylet_come_back_elsewhere(cluster: LocalCluster, tmp_path: Path) -> None:
+def test_workers_of_a_killed_raylet_come_back_elsewhere(cluster, tmp_path):
     nodes = {node.node_id: node for node in (cluster.add() for _ in range(4))}
 
     def kill(signed: Signed) -> None:
@@ -132,7 +131,7 @@ def test_workers_of_a_killed_raylet_come_back_elsewhere(cluster: LocalCluster, t
     assert wait_for(nothing_is_left, 20)
 
 
-def test_workers_that_no_node_has_room_for_come_when_a_node_does(cluster: LocalCluster, tmp_path: Path) -> None:
+def test_workers_that_no_node_has_room_for_come_when_a_node_does(cluster, tmp_path):
     nodes = {node.node_id: node for node in (cluster.add() for _ in range(2))}
 
     def kill(signed: Signed) -> None:
@@ -144,9 +143,7 @@ def test_workers_that_no_node_has_room_for_come_when_a_node_does(cluster: LocalC
     assert sorted(event.worker for event in kinds(history, "rejoined")) == [(1, 0), (1, 1)]
 
 
-def test_a_run_begins_on_the_nodes_that_there_are_and_follows_the_cluster(
-    cluster: LocalCluster, tmp_path: Path
-) -> None:
+def test_a_run_begins_on_the_nodes_that_there_are_and_follows_the_cluster(cluster, tmp_path):
     """From two nodes to four and to one: nothing starts again, nothing is redone, and the batch stays."""
     for _ in range(2):
         cluster.add(1)
@@ -169,7 +166,7 @@ def test_a_run_begins_on_the_nodes_that_there_are_and_follows_the_cluster(
     assert wait_for(nothing_is_left, PATIENCE)
 
 
-def test_workers_of_a_drained_node_leave_without_a_redone_step(cluster: LocalCluster, tmp_path: Path) -> None:
+def test_workers_of_a_drained_node_leave_without_a_redone_step(cluster, tmp_path):
     for _ in range(4):
         cluster.add()
     drained: list[str] = []
@@ -187,7 +184,7 @@ def test_workers_of_a_drained_node_leave_without_a_redone_step(cluster: LocalClu
     assert sorted(event.worker for event in kinds(history, "rejoined")) == [(0, 0), (0, 1)]
 
 
-def test_members_of_a_position_share_a_node_and_leave_and_come_together(cluster: LocalCluster, tmp_path: Path) -> None:
+def test_members_of_a_position_share_a_node_and_leave_and_come_together(cluster, tmp_path):
     nodes = {node.node_id: node for node in (cluster.add() for _ in range(3))}
     found: list[dict[int, str]] = []
 

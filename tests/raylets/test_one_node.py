@@ -25,10 +25,7 @@ from raylets.ray_training import *
 
 def script(body: str, *arguments: Any) -> subprocess.Popen[str]:
     """A driver of its own, with a Ray of its own; Ray's processes end with it."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]),
-    }
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-c", START + body, *map(str, arguments)]
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
@@ -70,7 +67,7 @@ print("ANSWER", json.dumps([off, lost, kinds.count("step"), trainer.global_step]
 
 
 @pytest.mark.long
-def test_weights_are_exact_after_a_worker_on_ray_was_killed(tmp_path: Path) -> None:
+def test_weights_are_exact_after_a_worker_on_ray_was_killed(tmp_path):
     off, lost, steps, returned = answer(script(KILL, tmp_path))
     assert off < 1e-10
     assert lost == [[0, 1]]
@@ -90,7 +87,7 @@ except (KeyboardInterrupt, SystemExit):
 
 
 @pytest.mark.ray_cluster
-def test_ctrl_c_leaves_nothing_on_the_cluster(tmp_path: Path) -> None:
+def test_ctrl_c_leaves_nothing_on_the_cluster(tmp_path):
     process = script(INTERRUPTED, tmp_path)
     try:
         assert wait_for(lambda: len(list(tmp_path.glob("[0-9].*"))) == 4 or process.poll() is not None, 240)
@@ -111,7 +108,7 @@ except WorkerStartError as error:
 
 
 @pytest.mark.ray_cluster
-def test_a_cluster_without_room_is_an_error_that_says_what_was_wanted_and_what_is_free() -> None:
+def test_a_cluster_without_room_is_an_error_that_says_what_was_wanted_and_what_is_free():
     told = answer(script(NO_ROOM))
     assert "no room for 4 workers with {'CPU': 1.5} each within 10 s (start_timeout); the cluster has {" in told
 
@@ -133,7 +130,7 @@ print("ANSWER", json.dumps(found))
 
 
 @pytest.mark.ray_cluster
-def test_a_driver_whose_workers_are_on_ray_gets_all_that_local_workers_would_bring() -> None:
+def test_a_driver_whose_workers_are_on_ray_gets_all_that_local_workers_would_bring():
     off, lost, rejoined, steps, optimizers, raised = answer(script(FROM_DRIVER), 500)
     assert off < 1e-10
     assert lost == [[0, 1]]
@@ -153,13 +150,13 @@ print("ANSWER", json.dumps([difference(model.state_dict(), expected()), sorted(g
 
 
 @pytest.mark.ray_cluster
-def test_after_the_loss_of_all_workers_at_once_the_run_starts_again_where_the_cluster_has_room(tmp_path: Path) -> None:
+def test_after_the_loss_of_all_workers_at_once_the_run_starts_again_where_the_cluster_has_room(tmp_path):
     off, grids, lost = answer(script(ALL_LOST, tmp_path), 500)
     assert off < 1e-10
     assert (grids, lost) == ([[2, 2]], 1)
 
 
-def test_what_is_used_of_rays_private_parts_is_there() -> None:
+def test_what_is_used_of_rays_private_parts_is_there():
     state = importlib.import_module("ray._private.state")
     assert callable(state.state.get_draining_nodes)
     assert callable(state.available_resources_per_node)

@@ -84,7 +84,7 @@ class Member:
         context = process_context()
         self.rank, self.transport = rank, transport
         self._connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(rank, directory, transport, theirs), daemon=True)  # type: ignore[attr-defined]
+        self.process = context.Process(target=_serve, args=(rank, directory, transport, theirs), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -104,12 +104,10 @@ class Member:
 
     def stop(self) -> None:
         """SIGSTOP, and waits until it has taken effect."""
-        assert self.process.pid is not None
         os.kill(self.process.pid, signal.SIGSTOP)
         _await_stopped(self.process.pid)
 
     def go_on(self) -> None:
-        assert self.process.pid is not None
         os.kill(self.process.pid, signal.SIGCONT)
 
     def kill(self) -> None:
@@ -199,7 +197,7 @@ def _serve(rank: int, directory: str, transport: str, connection: Connection) ->
     elif transport == "cuda":
         chosen, device = real_transport(rank)
     communicator = Communicator(rank, HOST, device, meeting, KEY, timeout=60.0, transport=chosen)
-    communicator.meeting = meeting  # type: ignore[attr-defined]
+    communicator.meeting = meeting
     tasks: queue.Queue[Any] = queue.Queue()
 
     def read() -> None:
@@ -232,7 +230,7 @@ def configure(
     communicator: Communicator, generation: int, ranks: Sequence[int], stages: int, check_links: bool = False
 ) -> None:
     mine = [rank for rank in ranks if rank % stages == communicator.rank % stages]
-    communicator.meeting.generation = generation  # type: ignore[attr-defined]
+    communicator.meeting.generation = generation
     communicator.configure(generation, ranks, mine, check_links=check_links)
 
 
@@ -243,13 +241,13 @@ def configure_tied(
     rank = communicator.rank
     mine = [other for other in ranks if other % stages == rank % stages]
     rosters = {tie: [other for other in ranks if other % stages in tie] for tie in ties if rank % stages in tie}
-    communicator.meeting.generation = generation  # type: ignore[attr-defined]
+    communicator.meeting.generation = generation
     communicator.configure(generation, ranks, mine, rosters)
 
 
 def hide(communicator: Communicator, hidden: bool) -> None:
     """From now on no member that dials this one reaches it, or again all do."""
-    communicator.meeting.hidden = hidden  # type: ignore[attr-defined]
+    communicator.meeting.hidden = hidden
 
 
 def send(communicator: Communicator, values: Sequence[Any], destination: int, tags: Sequence[int]) -> None:
@@ -414,7 +412,7 @@ def exchange_state(communicator: Communicator, sizes: Sequence[int], part_bytes:
     finally:
         communicator_module._PART_BYTES = before
     same = all(torch.equal(a, b) for a, b in zip(found["tensors"], tensors, strict=True))
-    is_whole = same and found["step"] == 7 and torch.equal(found["view"], value["view"])  # type: ignore[arg-type]
+    is_whole = same and found["step"] == 7 and torch.equal(found["view"], value["view"])
     return 0, is_whole and isinstance(found["parameter"], torch.nn.Parameter)
 
 
@@ -427,11 +425,11 @@ def count_allocations(communicator: Communicator, sizes: Sequence[int], steps: i
         taken[-1] += 1
         return real(memory, shape, dtype)
 
-    HostMemory.empty = empty  # type: ignore[method-assign]
+    HostMemory.empty = empty
     for _ in range(steps):
         taken.append(0)
         ping_pong(communicator, sizes)
-    HostMemory.empty = real  # type: ignore[method-assign]
+    HostMemory.empty = real
     return taken
 
 

@@ -309,7 +309,7 @@ class World:
             other = self.workers[member]
             if other not in self.alive or other.cancelled or other.failure is not None:
                 continue
-            found = self.joints_of(other).get(joint)  # type: ignore[arg-type]
+            found = self.joints_of(other).get(joint)
             if (found is not None and not found[0].ready.done) or (found is None and ("begin", joint) in other.program):
                 raise BrokenPromiseError(f"worker {rank} launches {joint}, for which worker {member} is not ready")
 

@@ -75,21 +75,19 @@ def trained(layers: Sequence[nn.Module], cuts: Sequence[int], *, split_backward:
 @pytest.mark.parametrize("split_backward", [False, True], ids=["fused", "split"])
 @pytest.mark.parametrize("cuts", [[], [1], [3], [1, 2, 3]], ids=str)
 @pytest.mark.parametrize("mode", MODES)
-def test_losses_and_gradients_have_the_bits_of_those_without_checkpointing(
-    mode: str, cuts: list[int], split_backward: bool
-) -> None:
+def test_losses_and_gradients_have_the_bits_of_those_without_checkpointing(mode, cuts, split_backward):
     expected = trained(model(None), [], split_backward=False)
     assert len(expected) == 2 + len([p for layer in model(None) for p in layer.parameters()])
     assert_same_bits(trained(model(mode), cuts, split_backward=split_backward), expected)
 
 
-def test_the_masks_of_the_comparison_matter() -> None:
+def test_the_masks_of_the_comparison_matter():
     """The test above would fail if the recomputation drew other masks."""
 
     def gradient(mode: str | None) -> Tensor:
         torch.manual_seed(0)
         layer = Layer(mode)
-        layer.second = nn.Identity()  # type: ignore[assignment]
+        layer.second = nn.Identity()
         layers = [nn.Linear(WIDTH, WIDTH).double(), layer.double()]
         return trained(layers, [1], split_backward=True)["1.first.up.weight"]
 
@@ -98,13 +96,13 @@ def test_the_masks_of_the_comparison_matter() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_inside_runs_again_in_b_and_its_weight_gradients_wait_for_w(mode: str) -> None:
+def test_the_inside_runs_again_in_b_and_its_weight_gradients_wait_for_w(mode):
     layer = Layer(mode).double()
     stage = Stage([layer], 1, SEED, CPU)
     x = torch.randn(2, 3, WIDTH, dtype=torch.float64, requires_grad=True)
     output = stage.forward(STEP, 0, x, split_backward=True)
     assert (layer.first.runs, layer.second.runs) == (1, 1)
-    stage.backward_input(0, torch.ones_like(output))  # type: ignore[arg-type]
+    stage.backward_input(0, torch.ones_like(output))
     assert layer.first.runs >= 2
     assert layer.second.runs == (1 if mode == "sequential" else 2)  # torch does not checkpoint the last of a sequence
     assert all(p.grad is None for p in layer.parameters())
@@ -115,30 +113,30 @@ def test_the_inside_runs_again_in_b_and_its_weight_gradients_wait_for_w(mode: st
 
 
 @pytest.mark.parametrize("mode", [*MODES, "redrawn"])
-def test_the_backward_leaves_the_generator_of_the_process_alone(mode: str) -> None:
+def test_the_backward_leaves_the_generator_of_the_process_alone(mode):
     stage = Stage([Layer(mode).double()], 1, SEED, CPU)
     x = torch.randn(2, WIDTH, dtype=torch.float64, requires_grad=True)
     output = stage.forward(STEP, 0, x, split_backward=True)
     with generator_left_alone():
-        stage.backward_input(0, torch.ones_like(output))  # type: ignore[arg-type]
+        stage.backward_input(0, torch.ones_like(output))
 
 
 @pytest.mark.parametrize("mode", ["reentrant", "non-reentrant"])
-def test_autocast_is_the_same_in_the_recomputation(mode: str) -> None:
+def test_autocast_is_the_same_in_the_recomputation(mode):
     def gradients(mode: str | None, *, split_backward: bool) -> list[Tensor]:
         torch.manual_seed(0)
         layer = Layer(mode)
         stage = Stage([layer], 1, SEED, CPU, forward_context=lambda: torch.autocast("cpu", dtype=torch.bfloat16))
         x = torch.randn(2, 3, WIDTH, requires_grad=True)
         output = stage.forward(STEP, 0, x, split_backward=split_backward)
-        grad = torch.ones_like(output)  # type: ignore[arg-type]
+        grad = torch.ones_like(output)
         if split_backward:
             found = stage.backward_input(0, grad)
             stage.backward_weight(0)
         else:
             found = stage.backward(0, grad)
         assert isinstance(found, tuple)
-        return [found[0], *(p.grad for p in layer.parameters())]  # type: ignore[list-item]
+        return [found[0], *(p.grad for p in layer.parameters())]
 
     expected = gradients(None, split_backward=False)
     for split_backward in (False, True):

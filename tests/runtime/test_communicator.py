@@ -12,7 +12,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import communicator_team as tasks
@@ -51,7 +50,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(scope="module")
-def four(transport: str) -> Iterator[Team]:
+def four(transport) -> Iterator[Team]:
     """Four processes for the tests that harm none of them."""
     team = Team(4, transport)
     yield team
@@ -59,7 +58,7 @@ def four(transport: str) -> Iterator[Team]:
 
 
 @pytest.fixture
-def team(transport: str) -> Iterator[Team]:
+def team(transport) -> Iterator[Team]:
     """Three processes of the test's own."""
     team = Team(3, transport)
     yield team
@@ -98,7 +97,7 @@ def sample(dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 @pytest.mark.parametrize("size", [5, 1_000_000], ids=["inline", "large"])
-def test_a_damaged_message_is_an_error_and_the_next_one_in_a_step_a_broken_link(size: int) -> None:
+def test_a_damaged_message_is_an_error_and_the_next_one_in_a_step_a_broken_link(size):
     team = Team(2, "gloo")
     try:
         for kind in (CommunicationError, UnreachableError):
@@ -113,14 +112,14 @@ def test_a_damaged_message_is_an_error_and_the_next_one_in_a_step_a_broken_link(
 
 
 @pytest.mark.parametrize("size", [5, 20_000], ids=["inline", "large"])
-def test_values_of_every_dtype_arrive_as_they_were_sent(four: Team, size: int) -> None:
+def test_values_of_every_dtype_arrive_as_they_were_sent(four, size):
     four.regroup(0, 1)
     values = [sample(dtype, 3, size) for dtype in DTYPES]
     for received, value in zip(transfer(four, values), values, strict=True):
         assert_same(received, value)
 
 
-def test_tuples_with_gaps_empty_tensors_scalars_and_strides_arrive(four: Team) -> None:
+def test_tuples_with_gaps_empty_tensors_scalars_and_strides_arrive(four):
     four.regroup(0, 1)
     large = sample(torch.float32, 200, 300)
     values: list[Any] = [
@@ -143,7 +142,7 @@ def test_tuples_with_gaps_empty_tensors_scalars_and_strides_arrive(four: Team) -
         assert_same(received, value)
 
 
-def test_values_around_the_sizes_where_a_message_changes_its_form_arrive(four: Team) -> None:
+def test_values_around_the_sizes_where_a_message_changes_its_form_arrive(four):
     four.regroup(0, 1)
     for limit in (SMALL_BYTES, PACKED_BYTES):
         sizes = [limit - HEADER_BYTES + extra for extra in (-65, -64, -1, 0, 1, 64, HEADER_BYTES)]
@@ -152,7 +151,7 @@ def test_values_around_the_sizes_where_a_message_changes_its_form_arrive(four: T
             assert_same(received, value.byte())
 
 
-def test_sizes_may_change_from_step_to_step_under_the_same_tag(four: Team) -> None:
+def test_sizes_may_change_from_step_to_step_under_the_same_tag(four):
     four.regroup(0, 1)
     sizes = [1, 30_000, 0, 7, 200_000, 200_000, 200_001, 1_100_000, 1_100_000, 1_000_000, 3, 16_000, 17_000, 0] * 2
     found = four.run(tasks.ping_pong, sizes, ranks=[0, 1])
@@ -160,14 +159,14 @@ def test_sizes_may_change_from_step_to_step_under_the_same_tag(four: Team) -> No
         assert found[me] == [(n, {10.0 * i + 1 - me} if n else set()) for i, n in enumerate(sizes)]
 
 
-def test_activations_and_gradients_under_one_tag_are_not_mixed_up(four: Team) -> None:
+def test_activations_and_gradients_under_one_tag_are_not_mixed_up(four):
     four.regroup(0, 1)
     first, second = four.run(tasks.both_channels, ranks=[0, 1])[1]
     assert first.tolist() == [0.0] * 3
     assert second.tolist() == [1.0] * 3
 
 
-def test_posted_receives_are_matched_by_tag_in_whatever_order_they_are_sent_and_waited_for(four: Team) -> None:
+def test_posted_receives_are_matched_by_tag_in_whatever_order_they_are_sent_and_waited_for(four):
     four.regroup(0, 1)
     values = [torch.full((30_000 if i % 3 == 0 else i,), float(i)) for i in range(24)]
     shuffled = torch.randperm(24, generator=torch.Generator().manual_seed(0)).tolist()
@@ -177,7 +176,7 @@ def test_posted_receives_are_matched_by_tag_in_whatever_order_they_are_sent_and_
         assert_same(value, values[i])
 
 
-def test_ranks_with_gaps_reach_each_other(four: Team) -> None:
+def test_ranks_with_gaps_reach_each_other(four):
     four.regroup(1, 3)
     four.members[3].start(tasks.receive, 1, [5], [5])
     four.members[1].start(tasks.send, [torch.arange(3)], 3, [5])
@@ -188,7 +187,7 @@ def test_ranks_with_gaps_reach_each_other(four: Team) -> None:
     ("kind", "names"),
     [("too many tensors", "32 tensors"), ("unknown dtype", "uint16"), ("too many dimensions", "20 tensors")],
 )
-def test_a_value_that_cannot_be_sent_is_an_error_that_names_it(four: Team, kind: str, names: str) -> None:
+def test_a_value_that_cannot_be_sent_is_an_error_that_names_it(four, kind, names):
     four.regroup(0, 1)
     four.members[0].start(tasks.send_unusual, kind)
     with pytest.raises(Failure, match=names) as caught:
@@ -201,7 +200,7 @@ def test_a_value_that_cannot_be_sent_is_an_error_that_names_it(four: Team, kind:
 
 @pytest.mark.parametrize("ranks", [(0, 1), (0, 1, 2), (0, 1, 2, 3)], ids=len)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_all_reduce_gives_everybody_the_same_bits(four: Team, ranks: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_all_reduce_gives_everybody_the_same_bits(four, ranks, dtype):
     four.regroup(*ranks)
     for size in (1, 3, 1000, 100_003):
         results = four.run(tasks.all_reduce, size, dtype, ranks=ranks)
@@ -213,13 +212,13 @@ def test_all_reduce_gives_everybody_the_same_bits(four: Team, ranks: tuple[int, 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
-def test_a_sum_of_negative_zeros_is_a_negative_zero(four: Team, dtype: torch.dtype) -> None:
+def test_a_sum_of_negative_zeros_is_a_negative_zero(four, dtype):
     four.regroup(0, 1, 2)
     for size in (10, 400_000):
         assert all(four.run(tasks.sum_of_negative_zeros, size, dtype, ranks=[0, 1, 2]))
 
 
-def test_stages_reduce_independently_of_each_other(four: Team) -> None:
+def test_stages_reduce_independently_of_each_other(four):
     four.regroup(0, 1, 2, 3, stages=2)
     results = four.run(tasks.all_reduce, 10, torch.float64)
     assert torch.equal(results[0], results[2])
@@ -227,7 +226,7 @@ def test_stages_reduce_independently_of_each_other(four: Team) -> None:
     assert not torch.equal(results[0], results[1])
 
 
-def test_broadcast_overwrites_with_the_tensor_of_a_rank_of_the_stage(four: Team) -> None:
+def test_broadcast_overwrites_with_the_tensor_of_a_rank_of_the_stage(four):
     four.regroup(0, 1, 2, 3, stages=2)
     four.members[1].start(tasks.broadcast, 3)
     four.members[3].start(tasks.broadcast, 3)
@@ -235,7 +234,7 @@ def test_broadcast_overwrites_with_the_tensor_of_a_rank_of_the_stage(four: Team)
         assert set(four.members[rank].result().tolist()) == {3.0}
 
 
-def test_sums_that_were_begun_together_are_each_their_own(four: Team) -> None:
+def test_sums_that_were_begun_together_are_each_their_own(four):
     four.regroup(0, 1, 2, 3, stages=2)
     sizes = [100_000, 3, 50_000, 70_001]
     for rank, found in enumerate(four.run(tasks.reduce_in_buckets, sizes)):
@@ -246,24 +245,18 @@ def test_sums_that_were_begun_together_are_each_their_own(four: Team) -> None:
 
 
 @pytest.mark.parametrize("size", [10, 100_000])
-def test_members_of_a_tie_are_told_what_a_member_of_whatever_stage_has(four: Team, size: int) -> None:
+def test_members_of_a_tie_are_told_what_a_member_of_whatever_stage_has(four, size):
     four.generation += 1
     four.run(tasks.configure_tied, four.generation, (0, 1, 2, 3), 4, [(0, 3), (0, 1, 3), (1, 2)])
     outer, three, inner = (0, 3), (0, 1, 3), (1, 2)
-    members = {
-        0: ([three, outer], [1, 3]),
-        1: ([three, inner], [1, 2]),
-        2: ([inner], [2]),
-        3: ([three, outer], [1, 3]),
-    }
+    members = {0: ([three, outer], [1, 3]), 1: ([three, inner], [1, 2]), 2: ([inner], [2]), 3: ([three, outer], [1, 3])}
     for rank, (ties, sources) in members.items():
         four.members[rank].start(tasks.broadcast_tied, ties, sources, size)
-    found = four.collect(four.members)
-    assert found == [[31.0, 23.0], [31.0, 22.0], [22.0], [31.0, 23.0]]
+    assert four.collect(four.members) == [[31.0, 23.0], [31.0, 22.0], [22.0], [31.0, 23.0]]
 
 
 @pytest.mark.parametrize("size", [10, 100_000])
-def test_sums_over_the_workers_of_a_tie_have_the_same_bits_on_all_of_them(four: Team, size: int) -> None:
+def test_sums_over_the_workers_of_a_tie_have_the_same_bits_on_all_of_them(four, size):
     four.generation += 1
     four.run(tasks.configure_tied, four.generation, (0, 1, 2, 3), 3, [(0, 1), (1, 2)])  # stages of 2, 1 and 1 workers
     ties = {0: [(0, 1)], 1: [(0, 1), (1, 2)], 2: [(1, 2)], 3: [(0, 1)]}
@@ -290,7 +283,7 @@ def test_sums_over_the_workers_of_a_tie_have_the_same_bits_on_all_of_them(four: 
     check({1: 4, 2: 2})
 
 
-def test_the_only_worker_of_a_stage_reduces_alone(four: Team) -> None:
+def test_the_only_worker_of_a_stage_reduces_alone(four):
     four.regroup(0, 1, stages=2)
     expected = torch.randn(10, generator=torch.Generator().manual_seed(0)).mul(1e-3)
     assert torch.equal(four.run(tasks.all_reduce, 10, torch.float32, ranks=[0])[0], expected)
@@ -302,7 +295,7 @@ def test_the_only_worker_of_a_stage_reduces_alone(four: Team) -> None:
 
 
 @pytest.mark.parametrize("part_bytes", [1000, 300_000, 4 << 20])
-def test_a_state_arrives_whole_in_parts_of_so_many_bytes(four: Team, part_bytes: int) -> None:
+def test_a_state_arrives_whole_in_parts_of_so_many_bytes(four, part_bytes):
     four.regroup(0, 1)
     sizes = [0, 1, 100, 124, 125, 126, 1000, 1251, 9000, 20_000, 5_000_000][: 9 if part_bytes < 10_000 else None]
     (sent, _), (_, is_whole) = four.run(tasks.exchange_state, sizes, part_bytes, ranks=[0, 1])
@@ -312,7 +305,7 @@ def test_a_state_arrives_whole_in_parts_of_so_many_bytes(four: Team, part_bytes:
 
 
 @pytest.mark.parametrize("part_bytes", [64, 100, 5000])
-def test_both_sides_of_a_transfer_cut_it_alike(monkeypatch: pytest.MonkeyPatch, part_bytes: int) -> None:
+def test_both_sides_of_a_transfer_cut_it_alike(monkeypatch, part_bytes):
     monkeypatch.setattr("lightning_recycle.runtime.communicator._PART_BYTES", part_bytes)
     tensors = [torch.arange(100), torch.zeros(0), torch.full((3, 5), 2.5), *[torch.ones(1)] * 70]
     parts = _pieces(tensors)
@@ -324,7 +317,7 @@ def test_both_sides_of_a_transfer_cut_it_alike(monkeypatch: pytest.MonkeyPatch, 
     assert joined.numpy().tobytes() == b"".join(tensor.numpy().tobytes() for tensor in tensors)
 
 
-def test_steady_values_take_no_more_memory_of_the_host(four: Team) -> None:
+def test_steady_values_take_no_more_memory_of_the_host(four):
     four.regroup(0, 1)
     for taken in four.run(tasks.count_allocations, [10_000] * 3, 4, ranks=[0, 1]):
         assert taken[0] > 0
@@ -357,14 +350,13 @@ def assert_abort_unblocks(team: Team, rank: int, generation: int) -> None:
 
 
 @pytest.mark.parametrize("operation", BLOCKING)
-def test_abort_unblocks_although_the_peer_is_stopped(team: Team, operation: str) -> None:
+def test_abort_unblocks_although_the_peer_is_stopped(team, operation):
     team.regroup(0, 1)
     team.members[1].stop()
     team.members[0].start(*BLOCKING[operation])
     assert_abort_unblocks(team, 0, team.generation)
     team.regroup(0, 2)
-    results = team.run(tasks.all_reduce, 10, torch.float32, ranks=[0, 2])
-    assert torch.equal(*results)
+    assert torch.equal(*team.run(tasks.all_reduce, 10, torch.float32, ranks=[0, 2]))
 
 
 LARGE = 100_000_000  # bytes; more than the buffers of a connection hold
@@ -385,9 +377,7 @@ def call(task: tuple[Any, ...], peer: int) -> tuple[Any, ...]:
     ("who", "operation", "end"),
     sampled(itertools.product(["sender", "receiver"], CUT, ["kill", "stop"]), 6, seed=2, rest=pytest.mark.long),
 )
-def test_a_message_of_which_one_side_ends_in_the_middle_holds_nobody_up(
-    team: Team, who: str, operation: str, end: str
-) -> None:
+def test_a_message_of_which_one_side_ends_in_the_middle_holds_nobody_up(team, who, operation, end):
     """Gloo forgets a message that is under way when its connection ends: whoever waits for it waits for the timeout."""
     receiver, sender = team.members[:2]
     team.regroup(0, 1)
@@ -419,7 +409,7 @@ def assert_goes_on(team: Team, rank: int) -> None:
     assert time.monotonic() - started < ABORT_SECONDS
 
 
-def test_a_message_may_be_waited_for_longer_than_connecting_may_take(four: Team) -> None:
+def test_a_message_may_be_waited_for_longer_than_connecting_may_take(four):
     four.run(tasks.bound_connecting, 0.5)
     four.regroup(0, 1)
     four.members[0].start(tasks.receive, 1, [0], [0])
@@ -429,7 +419,7 @@ def test_a_message_may_be_waited_for_longer_than_connecting_may_take(four: Team)
     four.run(tasks.bound_connecting, 5.0)
 
 
-def test_abort_unblocks_connecting_to_a_peer_that_is_missing(four: Team) -> None:
+def test_abort_unblocks_connecting_to_a_peer_that_is_missing(four):
     four.generation += 1
     four.members[0].start(tasks.configure, four.generation, (0, 1), 1)
     assert_abort_unblocks(four, 0, four.generation)
@@ -437,7 +427,7 @@ def test_abort_unblocks_connecting_to_a_peer_that_is_missing(four: Team) -> None
     assert_same(transfer(four, [torch.ones(3)]), [torch.ones(3)])
 
 
-def test_abort_unblocks_connecting_to_a_peer_that_is_stopped(team: Team) -> None:
+def test_abort_unblocks_connecting_to_a_peer_that_is_stopped(team):
     team.members[1].stop()
     team.generation += 1
     team.members[0].start(tasks.configure, team.generation, (0, 1), 1)
@@ -446,7 +436,7 @@ def test_abort_unblocks_connecting_to_a_peer_that_is_stopped(team: Team) -> None
     assert torch.equal(*team.run(tasks.all_reduce, 10, torch.float32, ranks=[0, 2]))
 
 
-def test_an_abort_before_connecting_prevents_it(four: Team) -> None:
+def test_an_abort_before_connecting_prevents_it(four):
     four.generation += 1
     four.members[0].abort(four.generation)
     four.run(tasks.count_descriptors, ranks=[0])  # sent after the abort, so it is over when this is done
@@ -454,7 +444,7 @@ def test_an_abort_before_connecting_prevents_it(four: Team) -> None:
     assert_ended(four.members[0])
 
 
-def test_every_operation_after_an_abort_fails_at_once(four: Team) -> None:
+def test_every_operation_after_an_abort_fails_at_once(four):
     four.regroup(0, 1)
     four.members[0].abort(four.generation)
     four.run(tasks.count_descriptors, ranks=[0])
@@ -481,13 +471,13 @@ class Ends:
 
 
 @pytest.fixture
-def communicator(tmp_path: Path) -> Communicator:
+def communicator(tmp_path) -> Communicator:
     communicator = Communicator(0, tasks.HOST, torch.device("cpu"), tasks.Meeting(str(tmp_path)), tasks.KEY)
     communicator.generation = 0
     return communicator
 
 
-def test_a_collective_that_ends_right_after_a_look_at_it_has_not_failed(communicator: Communicator) -> None:
+def test_a_collective_that_ends_right_after_a_look_at_it_has_not_failed(communicator):
     communicator._await_collective(None, Ends())
     with pytest.raises(CommunicationError, match="Connection closed"):
         communicator._await_collective(None, Ends("Connection closed"))
@@ -509,9 +499,7 @@ class GoesOn:
 
 @pytest.mark.parametrize("begun", [False, True], ids=["before the wait", "in the wait"])
 @pytest.mark.parametrize("in_hook", [False, True])
-def test_the_group_of_a_collective_that_goes_on_is_never_destroyed(
-    communicator: Communicator, begun: bool, in_hook: bool
-) -> None:
+def test_the_group_of_a_collective_that_goes_on_is_never_destroyed(communicator, begun, in_hook):
     """Its destructor would wait for the thread that is inside, for ever."""
 
     class Gloos:
@@ -541,9 +529,7 @@ class Slow(Transport):
 
 
 @pytest.mark.parametrize("seconds", [60.0, 0.0])
-def test_a_transport_that_takes_long_to_connect_is_progress_for_as_long_as_it_may(
-    tmp_path: Path, seconds: float
-) -> None:
+def test_a_transport_that_takes_long_to_connect_is_progress_for_as_long_as_it_may(tmp_path, seconds):
     transport, told = Slow(seconds), []
     communicator = Communicator(
         0, tasks.HOST, torch.device("cpu"), tasks.Meeting(str(tmp_path)), tasks.KEY, transport=transport
@@ -562,7 +548,7 @@ def test_a_transport_that_takes_long_to_connect_is_progress_for_as_long_as_it_ma
     communicator.close()
 
 
-def test_a_late_abort_of_an_older_generation_does_not_touch_the_current_one(four: Team) -> None:
+def test_a_late_abort_of_an_older_generation_does_not_touch_the_current_one(four):
     four.regroup(0, 1)
     four.regroup(0, 1)
     four.members[0].abort(four.generation - 1)
@@ -570,12 +556,12 @@ def test_a_late_abort_of_an_older_generation_does_not_touch_the_current_one(four
     assert_same(transfer(four, [torch.ones(30_000)]), [torch.ones(30_000)])
 
 
-def test_abort_leaves_sockets_alone_that_are_not_the_communicators(four: Team) -> None:
+def test_abort_leaves_sockets_alone_that_are_not_the_communicators(four):
     four.generation += 1
     assert four.run(tasks.foreign_socket_survives_abort, four.generation, ranks=[0]) == [b"xx"]
 
 
-def test_survivors_of_a_killed_peer_fail_regroup_and_go_on(team: Team) -> None:
+def test_survivors_of_a_killed_peer_fail_regroup_and_go_on(team):
     team.regroup(0, 1, 2)
     for rank in (0, 1):
         team.members[rank].start(tasks.all_reduce, 100_000, torch.float32)
@@ -588,14 +574,14 @@ def test_survivors_of_a_killed_peer_fail_regroup_and_go_on(team: Team) -> None:
     assert_same(transfer(team, [torch.ones(30_000)]), [torch.ones(30_000)])
 
 
-def test_a_killed_peer_is_noticed_without_an_abort(team: Team) -> None:
+def test_a_killed_peer_is_noticed_without_an_abort(team):
     team.regroup(0, 1)
     team.members[0].start(tasks.receive, 1, [0], [0])
     team.members[1].kill()
     assert_ended(team.members[0], 5)
 
 
-def test_connecting_takes_milliseconds_in_every_generation(four: Team, transport: str) -> None:
+def test_connecting_takes_milliseconds_in_every_generation(four, transport):
     limit = 1.0 if transport == "gloo" else 10.0  # for the imitation, which polls
     seconds = []
     for _ in range(30):
@@ -605,7 +591,7 @@ def test_connecting_takes_milliseconds_in_every_generation(four: Team, transport
     assert max(seconds) < limit, [round(s, 2) for s in seconds]
 
 
-def test_generations_leave_no_descriptors_behind(four: Team) -> None:
+def test_generations_leave_no_descriptors_behind(four):
     def use() -> None:
         four.regroup(0, 1, stages=1)
         four.run(tasks.all_reduce, 10, torch.float32, ranks=[0, 1])
@@ -628,13 +614,13 @@ def test_generations_leave_no_descriptors_behind(four: Team) -> None:
 
 
 @pytest.fixture
-def with_2_hidden(four: Team) -> Iterator[Team]:
+def with_2_hidden(four) -> Iterator[Team]:
     four.run(tasks.hide, True, ranks=[2])
     yield four
     four.run(tasks.hide, False, ranks=[2])
 
 
-def test_who_dials_says_whom_it_cannot_reach(with_2_hidden: Team) -> None:
+def test_who_dials_says_whom_it_cannot_reach(with_2_hidden):
     with_2_hidden.generation += 1
     for rank in (1, 2):
         with_2_hidden.members[rank].start(tasks.configure, with_2_hidden.generation, (1, 2), 1, True)
@@ -647,7 +633,7 @@ def test_who_dials_says_whom_it_cannot_reach(with_2_hidden: Team) -> None:
     assert_same(transfer(with_2_hidden, [torch.ones(3)]), [torch.ones(3)])
 
 
-def test_abort_ends_dialing(with_2_hidden: Team) -> None:
+def test_abort_ends_dialing(with_2_hidden):
     with_2_hidden.generation += 1
     for rank in (1, 2):
         with_2_hidden.members[rank].start(tasks.configure, with_2_hidden.generation, (1, 2), 1, True)
@@ -655,7 +641,7 @@ def test_abort_ends_dialing(with_2_hidden: Team) -> None:
         assert_abort_unblocks(with_2_hidden, rank, with_2_hidden.generation)
 
 
-def test_a_stopped_worker_can_be_reached(team: Team) -> None:
+def test_a_stopped_worker_can_be_reached(team):
     """It is for its silence to betray it: its links are in order."""
     team.generation += 1
     team.members[1].start(tasks.configure, team.generation, (0, 1), 1, True)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.stages import assert_same_bits
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -150,11 +151,11 @@ class Scale(nn.Module):
 def hooked(kind: str) -> nn.Module:
     """A layer whose weight has a hook that doubles (or counts) its gradient."""
     layer = nn.Linear(WIDTH, WIDTH)
-    layer.calls = []  # type: ignore[assignment]
+    layer.calls = []
     if kind == "hook":
         layer.weight.register_hook(lambda grad: grad * 2)
     else:
-        layer.weight.register_post_accumulate_grad_hook(lambda p: layer.calls.append(p.grad.clone()))  # type: ignore[operator,union-attr]
+        layer.weight.register_post_accumulate_grad_hook(lambda p: layer.calls.append(p.grad.clone()))
     return layer
 
 
@@ -219,16 +220,6 @@ def results(
     return {**found, **{name: p.grad for name, p in module.named_parameters()}}
 
 
-def assert_same_bits(actual: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> None:
-    assert actual.keys() == expected.keys()
-    for name, value in expected.items():
-        if value is None:
-            assert actual[name] is None, name
-        else:
-            assert actual[name] is not None, name
-            assert torch.equal(actual[name], value), name  # type: ignore[arg-type]
-
-
 def assert_split_is_fused(name: str, dtype: torch.dtype, shapes: Sequence[tuple[int, ...]]) -> None:
     expected = results(MODULES[name], dtype, shapes, split_backward=False)
     assert_same_bits(results(MODULES[name], dtype, shapes, split_backward=True), expected)
@@ -236,33 +227,31 @@ def assert_split_is_fused(name: str, dtype: torch.dtype, shapes: Sequence[tuple[
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", MODULES)
-def test_split_backward_gives_the_bits_of_the_fused_one(name: str, dtype: torch.dtype) -> None:
+def test_split_backward_gives_the_bits_of_the_fused_one(name, dtype):
     # The batch equals the width, so that a gradient of the wrong tensor would have the right shape.
-    shapes = [(WIDTH, 5, WIDTH)]
-    assert_split_is_fused(name, dtype, shapes)
+    assert_split_is_fused(name, dtype, [(WIDTH, 5, WIDTH)])
 
 
 @pytest.mark.parametrize(
     "name",
     [n for n in MODULES if not n.startswith(("attention", "transformer")) and n != "input that is not contiguous"],
 )
-def test_split_backward_gives_the_bits_of_the_fused_one_for_matrices(name: str) -> None:
+def test_split_backward_gives_the_bits_of_the_fused_one_for_matrices(name):
     assert_split_is_fused(name, torch.float64, [(WIDTH, WIDTH)])
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_several_microbatches_add_up_to_the_bits_of_the_fused_backward(name: str) -> None:
+def test_several_microbatches_add_up_to_the_bits_of_the_fused_backward(name):
     shapes = [(2, 3, WIDTH), (4, 5, WIDTH), (3, 3, WIDTH)]
     expected = results(MODULES[name], torch.float32, shapes, split_backward=False)
     actual = results(MODULES[name], torch.float32, shapes, split_backward=True)
     if name == "shared with an embedding":  # a part of its gradient comes in B, another in W: the order of sums changes
-        for key, value in expected.items():
-            torch.testing.assert_close(actual[key], value)
+        torch.testing.assert_close(actual, expected)
     else:
         assert_same_bits(actual, expected)
 
 
-def test_bfloat16_gradients_have_the_same_bits() -> None:
+def test_bfloat16_gradients_have_the_same_bits():
     for name in ("linear", "two layers", "transformer block"):
         assert_split_is_fused(name, torch.bfloat16, [(4, 6, WIDTH)])
 
@@ -287,24 +276,11 @@ def under_autocast(name: str, dtype: torch.dtype, *, split_backward: bool) -> tu
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    "name",
-    [
-        "linear",
-        "two layers",
-        "attention",
-        "attention across",
-        "attention of three",
-        "attention with other widths",
-        "Conv1D",
-        "parts of a weight",
-        "shared weight",
-        "frozen bias",
-        "checkpointing",
-        "parametrized weight",
-    ],
-)
-def test_under_autocast_the_split_backward_gives_the_bits_of_the_fused_one(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", [
+    "linear", "two layers", "attention", "attention across", "attention of three", "attention with other widths",
+    "Conv1D", "parts of a weight", "shared weight", "frozen bias", "checkpointing", "parametrized weight",
+])  # fmt: skip
+def test_under_autocast_the_split_backward_gives_the_bits_of_the_fused_one(name, dtype):
     expected, _ = under_autocast(name, dtype, split_backward=False)
     actual, deferred = under_autocast(name, dtype, split_backward=True)
     assert_same_bits(actual, expected)
@@ -313,7 +289,7 @@ def test_under_autocast_the_split_backward_gives_the_bits_of_the_fused_one(name:
         assert deferred == trained, "their gradients do not wait for W"
 
 
-def test_without_the_cache_of_autocast_the_bits_are_the_same_too() -> None:
+def test_without_the_cache_of_autocast_the_bits_are_the_same_too():
     def run(*, split_backward: bool) -> dict[str, Tensor | None]:
         torch.manual_seed(1)
         module, x, queue = Tied(), torch.randn(64, WIDTH), WeightGradQueue()
@@ -329,7 +305,7 @@ def test_without_the_cache_of_autocast_the_bits_are_the_same_too() -> None:
     assert_same_bits(run(split_backward=True), run(split_backward=False))
 
 
-def test_what_waits_of_a_part_is_known() -> None:
+def test_what_waits_of_a_part_is_known():
     """The memory meter counts it."""
     x, grad = torch.randn(5, WIDTH), torch.randn(5, WIDTH)
     weight, queue = nn.Parameter(torch.randn(2 * WIDTH, WIDTH)), WeightGradQueue()
@@ -340,7 +316,7 @@ def test_what_waits_of_a_part_is_known() -> None:
     assert {tensor.data_ptr() for tensor in queue.tensors()} == {x.data_ptr(), grad.data_ptr()}
 
 
-def test_an_input_that_is_learned_and_used_twice_has_the_same_bits_under_autocast() -> None:
+def test_an_input_that_is_learned_and_used_twice_has_the_same_bits_under_autocast():
     def run(*, split_backward: bool) -> Tensor:
         torch.manual_seed(1)
         first, second, learned = nn.Linear(WIDTH, 64), nn.Linear(WIDTH, 64), nn.Parameter(torch.randn(64, WIDTH))
@@ -352,27 +328,26 @@ def test_an_input_that_is_learned_and_used_twice_has_the_same_bits_under_autocas
     assert torch.equal(run(split_backward=True), run(split_backward=False))
 
 
-def test_double_precision_is_left_alone_by_autocast() -> None:
+def test_double_precision_is_left_alone_by_autocast():
     module, x = nn.Linear(WIDTH, WIDTH).double(), torch.randn(4, WIDTH, dtype=torch.float64)
     with torch.autocast("cpu", dtype=torch.bfloat16), intercept_linear():
         assert module(x).dtype == torch.float64
 
 
-def test_a_one_dimensional_input_works() -> None:
+def test_a_one_dimensional_input_works():
     assert_split_is_fused("two layers", torch.float64, [(WIDTH,)])
 
 
 @pytest.mark.parametrize("kind", ["hook", "post accumulate hook"])
-def test_a_hook_on_a_parameter_sees_its_gradient_in_b(kind: str) -> None:
+def test_a_hook_on_a_parameter_sees_its_gradient_in_b(kind):
     module = hooked(kind)
-    queue = split(module, torch.ones(2, WIDTH), torch.ones(2, WIDTH))
-    assert len(queue) == 0
+    assert len(split(module, torch.ones(2, WIDTH), torch.ones(2, WIDTH))) == 0
     factor = 2.0 if kind == "hook" else 1.0
-    assert torch.equal(module.weight.grad, torch.full((WIDTH, WIDTH), 2.0 * factor))  # type: ignore[arg-type]
-    assert len(module.calls) == (kind != "hook")  # type: ignore[arg-type]
+    assert torch.equal(module.weight.grad, torch.full((WIDTH, WIDTH), 2.0 * factor))
+    assert len(module.calls) == (kind != "hook")
 
 
-def test_nothing_is_added_to_a_weight_before_flush() -> None:
+def test_nothing_is_added_to_a_weight_before_flush():
     for name in ("linear", "two layers", "layer that defers by itself"):
         module = MODULES[name]()
         queue = split(module, torch.randn(3, WIDTH), torch.randn(3, WIDTH))
@@ -383,16 +358,16 @@ def test_nothing_is_added_to_a_weight_before_flush() -> None:
         assert len(queue) == 0
 
 
-def test_a_frozen_parameter_of_a_layer_that_defers_by_itself_gets_no_gradient() -> None:
+def test_a_frozen_parameter_of_a_layer_that_defers_by_itself_gets_no_gradient():
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), Scale())
-    module[1].scale.requires_grad = False  # type: ignore[union-attr]
+    module[1].scale.requires_grad = False
     queue = split(module, torch.ones(2, WIDTH), torch.ones(2, WIDTH))
     assert queue.parameters() == [module[0].weight]
     queue.flush()
     assert module[1].scale.grad is None
 
 
-def test_flush_accumulates_in_place() -> None:
+def test_flush_accumulates_in_place():
     module = nn.Linear(WIDTH, WIDTH)
     buffers = [torch.ones_like(p) for p in module.parameters()]
     for parameter, buffer in zip(module.parameters(), buffers, strict=True):
@@ -402,24 +377,23 @@ def test_flush_accumulates_in_place() -> None:
     assert torch.equal(buffers[1], torch.full((WIDTH,), 3.0))
 
 
-def test_outside_a_split_backward_a_deferring_layer_is_an_ordinary_one() -> None:
+def test_outside_a_split_backward_a_deferring_layer_is_an_ordinary_one():
     module = Scale()
     x = torch.randn(3, WIDTH)
     module(x).sum().backward()
-    assert torch.equal(module.scale.grad, x.sum(0))  # type: ignore[arg-type]
+    assert torch.equal(module.scale.grad, x.sum(0))
 
 
-def test_queues_of_different_microbatches_are_independent() -> None:
+def test_queues_of_different_microbatches_are_independent():
     module = nn.Linear(WIDTH, WIDTH, bias=False)
     first = split(module, torch.ones(1, WIDTH), torch.ones(1, WIDTH))
-    second = split(module, torch.ones(1, WIDTH) * 10, torch.ones(1, WIDTH))
-    second.flush()
-    assert torch.equal(module.weight.grad, torch.full((WIDTH, WIDTH), 10.0))  # type: ignore[arg-type]
+    split(module, torch.ones(1, WIDTH) * 10, torch.ones(1, WIDTH)).flush()
+    assert torch.equal(module.weight.grad, torch.full((WIDTH, WIDTH), 10.0))
     first.flush()
-    assert torch.equal(module.weight.grad, torch.full((WIDTH, WIDTH), 11.0))  # type: ignore[arg-type]
+    assert torch.equal(module.weight.grad, torch.full((WIDTH, WIDTH), 11.0))
 
 
-def test_an_exception_in_b_does_not_leave_the_queue_active() -> None:
+def test_an_exception_in_b_does_not_leave_the_queue_active():
     def failing_backward() -> None:
         with WeightGradQueue().collecting():
             raise RuntimeError("in B")
@@ -447,13 +421,13 @@ def deferred_names(module: nn.Module, *inputs: Any) -> tuple[set[str], set[str]]
 
 
 @pytest.mark.parametrize("name", [n for n in MODULES if n.startswith(("attention", "transformer", "Conv1D"))])
-def test_the_weights_of_attention_wait_for_w(name: str) -> None:
+def test_the_weights_of_attention_wait_for_w(name):
     matrices, deferred = deferred_names(MODULES[name](), torch.randn(2, 5, WIDTH, requires_grad=True))
     assert matrices
     assert matrices <= deferred
 
 
-def test_the_weights_of_a_decoder_wait_for_w() -> None:
+def test_the_weights_of_a_decoder_wait_for_w():
     decoder = nn.TransformerDecoderLayer(WIDTH, 3, 24, dropout=0.0, batch_first=True)
     x, memory = torch.randn(2, 5, WIDTH), torch.randn(2, 4, WIDTH)
     matrices, deferred = deferred_names(decoder, x, memory)
@@ -463,7 +437,7 @@ def test_the_weights_of_a_decoder_wait_for_w() -> None:
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "bert"])
-def test_the_weights_of_hugging_face_blocks_wait_for_w(kind: str, attention: str) -> None:
+def test_the_weights_of_hugging_face_blocks_wait_for_w(kind, attention):
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     make = {
@@ -487,23 +461,23 @@ def test_the_weights_of_hugging_face_blocks_wait_for_w(kind: str, attention: str
     }[kind]
 
 
-def test_a_product_that_is_no_layer_is_left_alone() -> None:
+def test_a_product_that_is_no_layer_is_left_alone():
     a, b, c = (torch.randn(4, 4, requires_grad=True) for _ in range(3))
     with intercept_linear():
         torch.addmm(a, b, c, beta=2.0).sum().backward()
-    assert torch.equal(a.grad, torch.full((4, 4), 2.0))  # type: ignore[arg-type]
+    assert torch.equal(a.grad, torch.full((4, 4), 2.0))
     out = torch.empty(4, 4)
     with intercept_linear(), torch.no_grad():
         assert torch.addmm(a, b, c, out=out) is out
 
 
-def test_without_gradients_nothing_is_intercepted() -> None:
+def test_without_gradients_nothing_is_intercepted():
     module = nn.Linear(WIDTH, WIDTH)
     with intercept_linear(), torch.no_grad():
         assert not module(torch.ones(1, WIDTH)).requires_grad
 
 
-def test_activations_are_held_until_flush_and_released_by_it() -> None:
+def test_activations_are_held_until_flush_and_released_by_it():
     module = nn.Linear(WIDTH, WIDTH)
     x, grad = torch.randn(3, WIDTH), torch.randn(3, WIDTH)
     input_is, grad_is = weakref.ref(x), weakref.ref(grad)
@@ -517,7 +491,7 @@ def test_activations_are_held_until_flush_and_released_by_it() -> None:
     assert grad_is() is None
 
 
-def test_a_layer_may_transform_its_function() -> None:
+def test_a_layer_may_transform_its_function():
     """``torch.func`` does not take functions like ours, and gets the ordinary product."""
     linear, x = nn.Linear(WIDTH, WIDTH), torch.randn(5, WIDTH)
 
@@ -534,5 +508,4 @@ def test_a_layer_may_transform_its_function() -> None:
         loss.backward()
     assert len(queue) == 2, "the one outside of them waits"
     queue.flush()
-    for parameter, grad in zip(linear.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, grad)
+    torch.testing.assert_close([parameter.grad for parameter in linear.parameters()], list(expected))

@@ -4,7 +4,6 @@ import ctypes
 import shutil
 import subprocess
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,7 +26,7 @@ int mode_of_this_thread(void) { return now; }
 
 
 @pytest.mark.skipif(COMPILER is None, reason="there is no C compiler (cc)")
-def test_a_thread_does_not_mind_what_others_record(tmp_path: Path) -> None:
+def test_a_thread_does_not_mind_what_others_record(tmp_path):
     assert COMPILER is not None
     source, library = tmp_path / "driver.c", tmp_path / "libdriver.so"
     source.write_text(DRIVER)
@@ -36,12 +35,12 @@ def test_a_thread_does_not_mind_what_others_record(tmp_path: Path) -> None:
     assert ctypes.CDLL(str(library)).mode_of_this_thread() == 1
 
 
-def test_without_a_driver_nobody_records() -> None:
+def test_without_a_driver_nobody_records():
     assert not ignore_recordings("libthere_is_none.so.1")
 
 
 @pytest.mark.gpu
-def test_a_graph_is_recorded_while_another_thread_looks_after_its_streams() -> None:
+def test_a_graph_is_recorded_while_another_thread_looks_after_its_streams():
     device = torch.device("cuda", torch.cuda.current_device())
     streams, stopped, failed = CudaStreams(device), threading.Event(), list[Exception]()
 
@@ -70,7 +69,7 @@ def test_a_graph_is_recorded_while_another_thread_looks_after_its_streams() -> N
 
 
 @pytest.mark.gpu
-def test_what_is_enqueued_does_not_use_the_memory_that_another_stream_may_write_to() -> None:
+def test_what_is_enqueued_does_not_use_the_memory_that_another_stream_may_write_to():
     """Nor does what comes later, before all that reads it has run."""
     device = torch.device("cuda", torch.cuda.current_device())
     streams, other = CudaStreams(device), torch.cuda.Stream(device)

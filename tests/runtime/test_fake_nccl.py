@@ -2,8 +2,6 @@
 those that a mutation in test_nccl_histories.py needs to be noticed, and those that follow from others, as circles do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest
@@ -73,7 +71,7 @@ def connect(members: Members, *kinds: str) -> list[FakeComm]:
     return comms
 
 
-def test_a_send_is_done_only_with_its_receive_and_occupies_its_stream(two: Members) -> None:
+def test_a_send_is_done_only_with_its_receive_and_occupies_its_stream(two):
     ours, theirs = connect(two, "transfer")
     left, right = two.devices
     ran: list[bool] = []
@@ -87,7 +85,7 @@ def test_a_send_is_done_only_with_its_receive_and_occupies_its_stream(two: Membe
     assert ran
 
 
-def test_there_are_no_tags(two: Members) -> None:
+def test_there_are_no_tags(two):
     ours, theirs = two.connect(0, 1)
     left, right = two.devices
     first, second = empty(), empty()
@@ -100,7 +98,7 @@ def test_there_are_no_tags(two: Members) -> None:
     assert torch.equal(second, sent[0])
 
 
-def test_the_first_transfer_is_in_progress_until_the_other_side_has_called_too(two: Members) -> None:
+def test_the_first_transfer_is_in_progress_until_the_other_side_has_called_too(two):
     ours, theirs = two.connect(0, 1)
     left, right = two.devices
     received = empty()
@@ -119,7 +117,7 @@ def test_the_first_transfer_is_in_progress_until_the_other_side_has_called_too(t
     assert torch.equal(received, NUMBERS)
 
 
-def test_both_directions_over_one_communicator_wait_for_each_other_on_whatever_streams(two: Members) -> None:
+def test_both_directions_over_one_communicator_wait_for_each_other_on_whatever_streams(two):
     comms, received = connect(two, "transfer", "back"), [empty(), empty()]
     for kind, comm in zip(("transfer", "back"), comms, strict=True):
         launch(kind, comm, NUMBERS, comm.device.create())
@@ -131,7 +129,7 @@ def test_both_directions_over_one_communicator_wait_for_each_other_on_whatever_s
     assert not any(end.query() for end in ends)
 
 
-def test_transfers_of_different_size_are_noticed(two: Members) -> None:
+def test_transfers_of_different_size_are_noticed(two):
     ours, theirs = two.connect(0, 1)
     received = empty()
     two.devices[0].send(ours, short := NUMBERS[:5].clone(), 1, two.devices[0].current)
@@ -140,7 +138,7 @@ def test_transfers_of_different_size_are_noticed(two: Members) -> None:
     assert two.violations == [f"a send of {short.nbytes} bytes met a receive of {received.nbytes}"]
 
 
-def test_a_lost_device_says_so_whatever_is_asked(two: Members) -> None:
+def test_a_lost_device_says_so_whatever_is_asked(two):
     ours, _ = two.connect(0, 1)
     event = two.devices[0].current.record_event()
     two.devices[0].is_lost = True
@@ -150,7 +148,7 @@ def test_a_lost_device_says_so_whatever_is_asked(two: Members) -> None:
         two.devices[0].send(ours, NUMBERS, 1, two.devices[0].current)
 
 
-def test_a_sum_is_the_same_on_all_members_and_begins_when_all_have_called() -> None:
+def test_a_sum_is_the_same_on_all_members_and_begins_when_all_have_called():
     three = Members(3)
     comms = three.connect(0, 1, 2)
     tensors = [NUMBERS * 10**rank for rank in range(3)]
@@ -168,9 +166,7 @@ KINDS = pytest.mark.parametrize("kind", ["transfer", "sum"])
 
 @KINDS
 @pytest.mark.parametrize("peer_dies", [False, True])
-def test_what_needs_one_who_has_aborted_or_died_hangs_until_its_own_abort(
-    two: Members, kind: str, peer_dies: bool
-) -> None:
+def test_what_needs_one_who_has_aborted_or_died_hangs_until_its_own_abort(two, kind, peer_dies):
     """https://github.com/pytorch/pytorch/issues/113281"""
     (gone, left), received = connect(two, kind), empty()
     if peer_dies:
@@ -187,7 +183,7 @@ def test_what_needs_one_who_has_aborted_or_died_hangs_until_its_own_abort(
 
 
 @KINDS
-def test_an_abort_may_leave_half_of_the_data(two: Members, kind: str) -> None:
+def test_an_abort_may_leave_half_of_the_data(two, kind):
     comms, tensors = connect(two, kind), [torch.full((10,), 5), torch.zeros(10, dtype=torch.int64)]
     for comm, tensor in zip(comms, tensors, strict=True):
         launch(kind, comm, tensor)
@@ -198,7 +194,7 @@ def test_an_abort_may_leave_half_of_the_data(two: Members, kind: str) -> None:
     assert tensors[1].tolist() == [5] * 5 + [0] * 5
 
 
-def test_without_room_for_the_kernels_that_others_wait_for_nothing_goes_on() -> None:
+def test_without_room_for_the_kernels_that_others_wait_for_nothing_goes_on():
     """NCCL's documentation: "Using multiple NCCL communicators concurrently"."""
     two, tensors, ends = Members(2, room=1), [], []
     groups = [connect(two, "sum"), connect(two, "sum")]
@@ -211,7 +207,7 @@ def test_without_room_for_the_kernels_that_others_wait_for_nothing_goes_on() -> 
 
 
 @pytest.mark.parametrize("other", ["size", "kind"])
-def test_members_that_call_different_collectives_are_noticed(two: Members, other: str) -> None:
+def test_members_that_call_different_collectives_are_noticed(two, other):
     comms = two.connect(0, 1)
     tensors = [NUMBERS.clone(), (NUMBERS[:5] if other == "size" else NUMBERS).clone()]
     two.devices[0].all_reduce(comms[0], tensors[0], two.devices[0].current)

@@ -9,7 +9,6 @@ import socket
 import struct
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 
 import communicator_team as tasks
 import pytest
@@ -43,13 +42,13 @@ def pair(device: Device, ends: tuple[socket.socket, socket.socket]) -> list[obje
 
 def all_reduce(groups: list[object]) -> list[torch.Tensor]:
     tensors = [torch.full((100_000,), 10.0**rank) for rank in range(len(groups))]
-    works = [group.allreduce([tensor], AllreduceOptions()) for group, tensor in zip(groups, tensors, strict=True)]  # type: ignore[attr-defined]
+    works = [group.allreduce([tensor], AllreduceOptions()) for group, tensor in zip(groups, tensors, strict=True)]
     for work in works:
         work.wait()
     return tensors
 
 
-def test_a_group_uses_the_connection_that_it_is_given(device: Device) -> None:
+def test_a_group_uses_the_connection_that_it_is_given(device):
     ends = connected()
     names = {end.getsockname() for end in ends}
     first, opened = device.create_group(0, 2, {1: ends[0]})
@@ -63,7 +62,7 @@ def test_a_group_uses_the_connection_that_it_is_given(device: Device) -> None:
         assert torch.equal(tensor, torch.full((100_000,), 11.0))
 
 
-def test_what_arrives_before_the_group_exists_is_not_lost(device: Device) -> None:
+def test_what_arrives_before_the_group_exists_is_not_lost(device):
     ends = connected()
     early, _ = device.create_group(0, 2, {1: ends[0]})
     sent = torch.arange(10.0)
@@ -75,7 +74,7 @@ def test_what_arrives_before_the_group_exists_is_not_lost(device: Device) -> Non
     assert torch.equal(received, sent)
 
 
-def test_the_end_of_the_connection_ends_a_receive(device: Device) -> None:
+def test_the_end_of_the_connection_ends_a_receive(device):
     ours, theirs = connected()
     group, _ = device.create_group(0, 2, {1: ours})
     work = group.recv([torch.zeros(1)], 1, 0)
@@ -84,7 +83,7 @@ def test_the_end_of_the_connection_ends_a_receive(device: Device) -> None:
         work.wait()
 
 
-def test_groups_leave_no_descriptors_behind(device: Device) -> None:
+def test_groups_leave_no_descriptors_behind(device):
     pair(device, connected())
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(10):
@@ -92,7 +91,7 @@ def test_groups_leave_no_descriptors_behind(device: Device) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_forked_process_does_not_destroy_a_group_that_is_garbage(device: Device) -> None:
+def test_a_forked_process_does_not_destroy_a_group_that_is_garbage(device):
     """Or it would wait for threads that it has not: a process of a DataLoader, forked after a failure, hung."""
     cycle = [*pair(device, connected())]
     cycle.append(cycle)
@@ -107,7 +106,7 @@ def test_a_forked_process_does_not_destroy_a_group_that_is_garbage(device: Devic
     assert ended
 
 
-def test_nothing_reaches_the_ports_of_gloo(device: Device) -> None:
+def test_nothing_reaches_the_ports_of_gloo(device):
     ports = {address for address in listening([os.getpid()]) if address[0] == "127.0.0.2"}
     assert ports
     for address in ports:
@@ -115,25 +114,21 @@ def test_nothing_reaches_the_ports_of_gloo(device: Device) -> None:
             assert knock(address, number) is None
 
 
-def test_an_address_is_replaced_and_nothing_else() -> None:
+def test_an_address_is_replaced_and_nothing_else():
     name, rest = b"machine", b"x" * 126
     info = struct.pack("=Q", 7) + name + struct.pack("=QHH4s", 136, socket.AF_INET, 0, bytes([127, 0, 0, 2]))
     other = _with_address(info + rest, "127.0.0.1", 0x1234)
     assert other == info[:-6] + b"\x12\x34" + bytes([127, 0, 0, 1]) + rest
 
 
-@pytest.mark.parametrize(
-    "info",
-    [
-        b"",
-        b"\x02",
-        bytes(200),
-        struct.pack("=QQ", 0, 136) + struct.pack("=H", socket.AF_INET6) + bytes(150),
-        struct.pack("=QQ", 0, 136) + struct.pack("=HH4s", socket.AF_INET, 0, bytes([10, 0, 0, 1])) + bytes(150),
-    ],
-    ids=["nothing", "one byte", "zeros", "IPv6", "another address"],
-)
-def test_an_address_of_another_layout_is_not_guessed_at(info: bytes) -> None:
+@pytest.mark.parametrize("info", [
+    b"",
+    b"\x02",
+    bytes(200),
+    struct.pack("=QQ", 0, 136) + struct.pack("=H", socket.AF_INET6) + bytes(150),
+    struct.pack("=QQ", 0, 136) + struct.pack("=HH4s", socket.AF_INET, 0, bytes([10, 0, 0, 1])) + bytes(150),
+], ids=["nothing", "one byte", "zeros", "IPv6", "another address"])  # fmt: skip
+def test_an_address_of_another_layout_is_not_guessed_at(info):
     with pytest.raises(UnsupportedError, match="the address that Gloo stores"):
         _with_address(info, "127.0.0.1", 1)
 
@@ -141,7 +136,7 @@ def test_an_address_of_another_layout_is_not_guessed_at(info: bytes) -> None:
 # ---------------------------------------------------------------------- where it is not possible
 
 
-def test_a_torch_whose_devices_always_connect_at_once_is_not_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_whose_devices_always_connect_at_once_is_not_told_to(monkeypatch):
     class Older:
         """Up to torch 2.6."""
 
@@ -156,13 +151,13 @@ def test_a_torch_whose_devices_always_connect_at_once_is_not_told_to(monkeypatch
         older["Device"]()
 
 
-def test_another_transport_of_gloo_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_transport_of_gloo_is_left_alone(monkeypatch):
     monkeypatch.setenv("GLOO_DEVICE_TRANSPORT", "TCP_TLS")
     with pytest.raises(UnsupportedError, match="GLOO_DEVICE_TRANSPORT is 'TCP_TLS'"):
         Device()
 
 
-def test_without_filters_workers_say_what_they_need(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_filters_workers_say_what_they_need(monkeypatch, tmp_path):
     def refuse(sock: socket.socket) -> None:
         raise OSError(92, "Protocol not available")
 
@@ -185,11 +180,11 @@ GLOO_MESSAGE = struct.pack("=6Q", 48 + (1 << 40), 2, 0, 0, 1 << 40, 0)
 
 
 @pytest.mark.parametrize("message", [b"", b"x" * 200, GLOO_MESSAGE], ids=["nothing more", "garbage", "a message"])
-def test_who_knows_the_next_numbers_of_gloo_takes_nobodys_place(team: Team, message: bytes) -> None:
+def test_who_knows_the_next_numbers_of_gloo_takes_nobodys_place(team, message):
     team.regroup(0, 1, 2)
     held = [
         knock(address, number + message)
-        for address in listening([member.process.pid for member in team.members])  # type: ignore[misc]
+        for address in listening([member.process.pid for member in team.members])
         for number in sequence_numbers(0, 60)
     ]
     team.regroup(0, 1, 2)

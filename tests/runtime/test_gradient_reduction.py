@@ -71,8 +71,11 @@ class Bench:
         self.line.has_mesh = not tied
         waits = [self.parameters[index] for index in waiting]
         self.stage: Any = types.SimpleNamespace(waiting_parameters=lambda _: waits, differentiates_itself=True)
-        line: Any = self.line
-        self.reduction = BucketedReduction(line, self.gradients, self.stage, lambda: self.is_confirmed)
+        self.reduction = BucketedReduction(self.line, self.gradients, self.stage, lambda: self.is_confirmed)
+
+    def reduce(self, step: int = 0, sums: Mapping[tuple[int, ...], int] = {}) -> None:
+        self.reduction.begin(step, [], sums)
+        self.reduction.finish()
 
     def backward(self, *uses: int, last: bool = True) -> list[list[int]]:
         """A BW of a step of its own; returns what had begun after each of the passes over the parameters ``uses``."""
@@ -88,13 +91,12 @@ class Bench:
         return seen
 
 
-def test_buckets_leave_in_order_during_the_last_w_alone() -> None:
+def test_buckets_leave_in_order_during_the_last_w_alone():
     bench = Bench()
     program = [task(F, 0), task(F, 1), task(B, 0), task(W, 0), task(B, 1), task(W, 1)]
     bench.reduction.begin(0, program)
     assert bench.reduction.during_weights(program[3]) is None
     done = bench.reduction.during_weights(program[5])
-    assert done is not None
     assert not bench.line.begun
     done(bench.parameters[1])
     assert not bench.line.begun, "all workers begin the same buckets in the same order"
@@ -104,24 +106,22 @@ def test_buckets_leave_in_order_during_the_last_w_alone() -> None:
     assert bench.line.begun == bench.line.ended == [48, 32, 16]
 
 
-def test_what_w_does_not_compute_is_complete_before_it() -> None:
+def test_what_w_does_not_compute_is_complete_before_it():
     bench = Bench(waiting=(1,))
     program = [task(W, 0)]
     bench.reduction.begin(0, program)
     done = bench.reduction.during_weights(program[0])
     assert bench.line.begun == [48]
-    assert done is not None
     done(bench.parameters[1])
     assert bench.line.begun == [48, 32, 16]
 
 
-def test_nothing_leaves_before_the_newest_step_is_confirmed() -> None:
+def test_nothing_leaves_before_the_newest_step_is_confirmed():
     bench = Bench()
     bench.is_confirmed = False
     program = [task(W, 0)]
     bench.reduction.begin(0, program)
     done = bench.reduction.during_weights(program[0])
-    assert done is not None
     for parameter in reversed(bench.parameters[1:]):
         done(parameter)
     assert not bench.line.begun
@@ -130,14 +130,14 @@ def test_nothing_leaves_before_the_newest_step_is_confirmed() -> None:
     assert bench.line.begun == [48, 32, 16]
 
 
-def test_a_backward_is_watched_before_it_is_trusted() -> None:
+def test_a_backward_is_watched_before_it_is_trusted():
     bench = Bench()
     assert bench.backward(2, 1, 0) == [[], [], []]
     assert bench.backward(2, 1, 0) == [[48], [48, 32], [48, 32, 16]]
     assert bench.backward(2, 1, last=False) == [[], []]
 
 
-def test_a_gradient_in_several_parts_waits_for_the_end() -> None:
+def test_a_gradient_in_several_parts_waits_for_the_end():
     bench = Bench()
     bench.backward(2, 1, 0, 1)
     assert bench.backward(2, 1, 0, 1) == [[48]] * 4
@@ -145,7 +145,7 @@ def test_a_gradient_in_several_parts_waits_for_the_end() -> None:
     assert bench.line.ended[-3:] == [48, 32, 16]
 
 
-def test_a_gradient_that_comes_after_its_bucket_has_left_is_an_error() -> None:
+def test_a_gradient_that_comes_after_its_bucket_has_left_is_an_error():
     bench = Bench()
     bench.backward(2, 1, 0)
     with pytest.raises(UnsupportedFeatureError, match="use_reentrant=False"):
@@ -153,7 +153,7 @@ def test_a_gradient_that_comes_after_its_bucket_has_left_is_an_error() -> None:
     assert not any(parameter._post_accumulate_grad_hooks for parameter in bench.parameters)
 
 
-def test_nothing_is_watched_where_the_users_code_runs_the_backward_or_one_bucket_has_all() -> None:
+def test_nothing_is_watched_where_the_users_code_runs_the_backward_or_one_bucket_has_all():
     bench = Bench()
     bench.stage.differentiates_itself = False
     assert bench.backward(2, 1, 0) == bench.backward(2, 1, 0) == [[], [], []]
@@ -167,41 +167,36 @@ def test_nothing_is_watched_where_the_users_code_runs_the_backward_or_one_bucket
     assert line.begun == [96]
 
 
-def test_what_several_stages_hold_is_summed_over_them_after_the_rest() -> None:
+def test_what_several_stages_hold_is_summed_over_them_after_the_rest():
     bench = Bench(tied={2: (0, 1), 0: (1, 2)})
-    bench.reduction.begin(0, [])
-    bench.reduction.finish()
+    bench.reduce()
     assert bench.line.groups == [((), None), ((0, 1), None), ((1, 2), None)]
     assert bench.line.begun == bench.line.ended == [32, 48, 16]
 
 
-def test_without_peers_only_what_other_stages_hold_is_summed() -> None:
+def test_without_peers_only_what_other_stages_hold_is_summed():
     bench = Bench(tied={1: (0, 1)})
     bench.line.has_peers = False
-    bench.reduction.begin(0, [])
-    bench.reduction.finish()
+    bench.reduce()
     assert bench.line.groups == [((0, 1), None)]
 
 
-def test_a_stage_all_of_whose_weights_others_hold_awaits_its_peers_all_the_same() -> None:
+def test_a_stage_all_of_whose_weights_others_hold_awaits_its_peers_all_the_same():
     bench = Bench(tied=dict.fromkeys(range(3), (0, 1)))
-    bench.reduction.begin(0, [], {(0, 1): 5})
-    bench.reduction.finish()
+    bench.reduce(sums={(0, 1): 5})
     assert [bench.line.begun[number] for number, group in enumerate(bench.line.groups) if group == ((), None)] == [1]
 
 
-def test_a_sum_that_a_stage_has_is_given_and_not_made_again() -> None:
+def test_a_sum_that_a_stage_has_is_given_and_not_made_again():
     bench = Bench(tied={2: (0, 1), 0: (1, 2)})
-    bench.reduction.begin(0, [], {(1, 2): 7})
-    bench.reduction.finish()
+    bench.reduce(sums={(1, 2): 7})
     assert bench.line.groups == [((), None), ((0, 1), None), ((1, 2), 7)]
     assert bench.line.begun == bench.line.ended == [32, 48, 16]
 
 
-def test_a_stage_that_is_done_gives_what_others_lack_from_the_buffers_of_that_step() -> None:
+def test_a_stage_that_is_done_gives_what_others_lack_from_the_buffers_of_that_step():
     bench = Bench(tied={2: (0, 1), 0: (1, 2)})
-    bench.reduction.begin(4, [])
-    bench.reduction.finish()
+    bench.reduce(step=4)
     sums = [bucket.buffer.data_ptr() for bucket in bench.gradients.buckets(4)]
     bench.reduction.begin(5, [], {(1, 2): 7})
     bench.reduction.send_sums(4)
@@ -236,26 +231,26 @@ class Halfway(Bench):
         return [*found, list(self.line.begun)]
 
 
-def test_what_no_operation_adds_to_any_more_leaves_at_once() -> None:
+def test_what_no_operation_adds_to_any_more_leaves_at_once():
     assert Halfway().seen() == [[48], [48, 16, 32], [48, 16, 32]]
 
 
-def test_what_some_stages_hold_in_common_leaves_together() -> None:
+def test_what_some_stages_hold_in_common_leaves_together():
     assert Halfway(together=True).seen() == [[], [16, 32, 48], [16, 32, 48]]
 
 
-def test_where_one_sum_may_wait_for_another_those_of_several_stages_are_last() -> None:
+def test_where_one_sum_may_wait_for_another_those_of_several_stages_are_last():
     bench = Halfway()
     bench.line.transport.in_one_order = True
     assert bench.seen() == [[], [16, 48, 32], [16, 48, 32]]
 
 
-def test_an_operation_that_may_add_to_all_gradients_is_awaited() -> None:
+def test_an_operation_that_may_add_to_all_gradients_is_awaited():
     bench = Halfway()
     assert bench.seen(adds_to_all=bench.program[3])[0] == []
 
 
-def test_it_leaves_as_soon_as_the_newest_step_is_confirmed() -> None:
+def test_it_leaves_as_soon_as_the_newest_step_is_confirmed():
     bench = Halfway()
     bench.is_confirmed = False
     bench.reduction.begin(0, [*bench.program[:2], task(W, 7), *bench.program[2:]])
@@ -266,13 +261,13 @@ def test_it_leaves_as_soon_as_the_newest_step_is_confirmed() -> None:
     assert bench.line.begun == [48]
 
 
-def test_a_worker_that_does_not_run_it_at_all_does_not_hold_it_up() -> None:
+def test_a_worker_that_does_not_run_it_at_all_does_not_hold_it_up():
     bench = Halfway()
     bench.program[1:2] = [task(W, 2)]
     assert bench.seen()[0] == [48]
 
 
-def test_a_gradient_of_a_layer_that_another_stage_runs_is_an_error() -> None:
+def test_a_gradient_of_a_layer_that_another_stage_runs_is_an_error():
     bench = Halfway()
     bench.reduction.begin(0, bench.program)
     bench.reduction.completed(bench.program[1])
@@ -283,7 +278,7 @@ def test_a_gradient_of_a_layer_that_another_stage_runs_is_an_error() -> None:
         bench.reduction.finish()
 
 
-def test_what_a_loss_adds_to_after_all_is_awaited_from_the_first_step_on() -> None:
+def test_what_a_loss_adds_to_after_all_is_awaited_from_the_first_step_on():
     for late in (False, True):
         bench = Halfway()
         bench.reduction._grows_later = {}
@@ -299,10 +294,10 @@ def test_what_a_loss_adds_to_after_all_is_awaited_from_the_first_step_on() -> No
             bench.reduction.finish()
 
 
-def test_each_sum_of_a_lost_generation_is_given_up_even_if_one_goes_on() -> None:
+def test_each_sum_of_a_lost_generation_is_given_up_even_if_one_goes_on():
     bench = Bench(tied={2: (0, 1), 0: (1, 2)})
     bench.reduction.begin(0, [])
-    bench.line.end_collective = lambda reduction: 1 / 0  # type: ignore[method-assign]
+    bench.line.end_collective = lambda reduction: 1 / 0
     with pytest.raises(ZeroDivisionError):
         bench.reduction.finish()
     bench.line.stuck = True
@@ -311,16 +306,16 @@ def test_each_sum_of_a_lost_generation_is_given_up_even_if_one_goes_on() -> None
 
 
 @pytest.mark.parametrize("stuck", [False, True])
-def test_memory_of_a_sum_that_goes_on_is_not_used_again(stuck: bool) -> None:
+def test_memory_of_a_sum_that_goes_on_is_not_used_again(stuck):
     bench = Bench()
     bench.line.stuck = stuck
     bench.reduction.begin(1, [task(BW, 0)])
     bench.gradients.buckets(1)[0].buffer.fill_(7.0)
-    bench.reduction._begun_reductions.append(bench.line.begin_collective(bench.gradients.buckets(1)[0].buffer))  # type: ignore[arg-type]
+    bench.reduction._begun_reductions.append(bench.line.begin_collective(bench.gradients.buckets(1)[0].buffer))
     bench.reduction.drop()
     bench.reduction.begin(1, [task(BW, 0)])
-    assert (bench.parameters[2].grad.data_ptr() == bench.line.sums[0].data_ptr()) is not stuck  # type: ignore[union-attr]
+    assert (bench.parameters[2].grad.data_ptr() == bench.line.sums[0].data_ptr()) is not stuck
     bench.line.sums[0].fill_(5.0)
-    assert bool(bench.parameters[2].grad.any()) is not stuck  # type: ignore[union-attr]
+    assert bool(bench.parameters[2].grad.any()) is not stuck
     bench.reduction.finish()
     assert len(bench.line.begun) == 4

@@ -28,10 +28,10 @@ def apply(gradients: GradientBuffers, step: int, share: AccumulationPart | None 
     gradients.add(step, share or AccumulationPart())
 
 
-def test_backward_accumulates_into_the_buffer() -> None:
+def test_backward_accumulates_into_the_buffer():
     module, x = model(), torch.randn(4, 3)
     module(x).square().sum().backward()
-    expected = [2 * p.grad for p in module.parameters()]  # type: ignore[operator]
+    expected = [2 * p.grad for p in module.parameters()]
     gradients = GradientBuffers(list(module.parameters()), CPU)
     gradients.begin(0)
     for _ in range(2):
@@ -39,12 +39,12 @@ def test_backward_accumulates_into_the_buffer() -> None:
     gradients.check(0)
     (buffer,) = gradients.of_step(0)
     for parameter, value in zip(module.parameters(), expected, strict=True):
-        assert torch.equal(parameter.grad, value)  # type: ignore[arg-type]
-        assert parameter.grad.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()  # type: ignore[union-attr]
+        assert torch.equal(parameter.grad, value)
+        assert parameter.grad.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
     assert buffer.sum().item() == pytest.approx(sum(g.sum().item() for g in expected))
 
 
-def test_nothing_is_written_before_a_step_needs_it() -> None:
+def test_nothing_is_written_before_a_step_needs_it():
     """Layers that have come from another stage get gradients and a shadow while all wait."""
     parameters = list(model().parameters())
     numbers = sum(-(-p.numel() // 16) * 16 for p in parameters)
@@ -56,28 +56,28 @@ def test_nothing_is_written_before_a_step_needs_it() -> None:
     assert (copied, updated) == (0, sum(p.numel() for p in parameters))
 
 
-def test_begin_zeroes_every_gradient() -> None:
+def test_begin_zeroes_every_gradient():
     module = model()
     gradients = GradientBuffers(list(module.parameters()), CPU)
     gradients.begin(0)
     module(torch.randn(4, 3)).sum().backward()
     gradients.begin(0)
     assert all(not buffer.any() for buffer in gradients.of_step(0))
-    assert all(not p.grad.any() for p in module.parameters())  # type: ignore[union-attr]
+    assert all(not p.grad.any() for p in module.parameters())
 
 
-def test_views_do_not_overlap() -> None:
+def test_views_do_not_overlap():
     parameters = [nn.Parameter(torch.zeros(n)) for n in (1, 16, 17, 3)]
     gradients = GradientBuffers(parameters, CPU)
     gradients.begin(0)
     for number, parameter in enumerate(parameters, 1):
-        parameter.grad.fill_(number)  # type: ignore[union-attr]
+        parameter.grad.fill_(number)
     for number, parameter in enumerate(parameters, 1):
-        assert torch.equal(parameter.grad, torch.full_like(parameter, number))  # type: ignore[arg-type]
+        assert torch.equal(parameter.grad, torch.full_like(parameter, number))
     assert gradients.of_step(0)[0].sum().item() == 1 + 2 * 16 + 3 * 17 + 4 * 3
 
 
-def test_the_reduced_gradient_of_a_step_stays_while_the_next_step_accumulates() -> None:
+def test_the_reduced_gradient_of_a_step_stays_while_the_next_step_accumulates():
     """A peer that lost its part of the all-reduce may still adopt it."""
     module = model()
     gradients = GradientBuffers(list(module.parameters()), CPU)
@@ -96,24 +96,24 @@ def test_the_reduced_gradient_of_a_step_stays_while_the_next_step_accumulates() 
     assert not kept.any(), "two sets of buffers serve all steps"
 
 
-def test_each_dtype_has_one_buffer() -> None:
+def test_each_dtype_has_one_buffer():
     dtypes = [torch.bfloat16, torch.float64, torch.bfloat16]
     gradients = GradientBuffers([nn.Parameter(torch.zeros(3, dtype=dtype)) for dtype in dtypes], CPU)
     assert [buffer.dtype for buffer in gradients.of_step(0)] == [torch.bfloat16, torch.float64]
 
 
-def test_squared_norm_is_that_of_all_gradients_together() -> None:
+def test_squared_norm_is_that_of_all_gradients_together():
     parameters = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 2, dtype=torch.float64))]
     gradients = GradientBuffers(parameters, CPU)
     gradients.begin(0)
     for parameter in parameters:
-        parameter.grad.fill_(2.0)  # type: ignore[union-attr]
+        parameter.grad.fill_(2.0)
     assert gradients.squared_norm(0) == pytest.approx(7 * 4.0)
-    norm = torch.nn.utils.get_total_norm([p.grad.double() for p in parameters])  # type: ignore[union-attr]
+    norm = torch.nn.utils.get_total_norm([p.grad.double() for p in parameters])
     assert math.sqrt(gradients.squared_norm(0)) == pytest.approx(norm.item())
 
 
-def test_frozen_parameters_are_left_alone() -> None:
+def test_frozen_parameters_are_left_alone():
     frozen, trained = nn.Parameter(torch.zeros(3), requires_grad=False), nn.Parameter(torch.zeros(2))
     gradients = GradientBuffers([frozen, trained], CPU)
     gradients.begin(0)
@@ -122,7 +122,7 @@ def test_frozen_parameters_are_left_alone() -> None:
     gradients.check(0)
 
 
-def test_what_parameters_held_comes_back_however_often_a_step_is_begun() -> None:
+def test_what_parameters_held_comes_back_however_often_a_step_is_begun():
     module = model()
     gradients = GradientBuffers(list(module.parameters()), CPU)
     held = [None if number % 2 else torch.full_like(p, 3.0) for number, p in enumerate(module.parameters())]
@@ -136,19 +136,19 @@ def test_what_parameters_held_comes_back_however_often_a_step_is_begun() -> None
     assert all(p.grad is grad for p, grad in zip(module.parameters(), held, strict=True))
 
 
-def test_the_sum_is_added_to_what_zeroing_has_left() -> None:
+def test_the_sum_is_added_to_what_zeroing_has_left():
     weight, x = nn.Parameter(torch.zeros(3)), torch.arange(3.0)
     gradients = GradientBuffers([weight], CPU)
     for step, (begins_with, sum_) in enumerate([(None, x), (x, 2 * x), (2 * x, 3 * x)]):
-        assert weight.grad is begins_with or torch.equal(weight.grad, begins_with)  # type: ignore[arg-type]
+        assert weight.grad is begins_with or torch.equal(weight.grad, begins_with)
         gradients.begin(step)
         (weight * x).sum().backward()
         apply(gradients, step)
-        assert torch.equal(weight.grad, sum_)  # type: ignore[arg-type]
+        assert torch.equal(weight.grad, sum_)
         assert torch.equal(dict(gradients.by_parameter(step))[weight], x), "what a peer may adopt"
 
 
-def test_what_stays_for_several_steps_without_a_sum_is_not_overwritten() -> None:
+def test_what_stays_for_several_steps_without_a_sum_is_not_overwritten():
     """An ``optimizer_step`` may leave out its closure."""
     weight = nn.Parameter(torch.zeros(3))
     gradients = GradientBuffers([weight], CPU)
@@ -159,11 +159,11 @@ def test_what_stays_for_several_steps_without_a_sum_is_not_overwritten() -> None
         gradients.begin(step)
         (weight * 5).sum().backward()
         gradients.give_back()
-    assert weight.grad.tolist() == [1.0, 1.0, 1.0]  # type: ignore[union-attr]
+    assert weight.grad.tolist() == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("lends_copies", [False, True])
-def test_batches_accumulate_as_parts_of_their_number(lends_copies: bool) -> None:
+def test_batches_accumulate_as_parts_of_their_number(lends_copies):
     weight, late = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
     gradients = GradientBuffers([weight, late], CPU, lends_copies=lends_copies)
     shares = [AccumulationPart(2, True, False), AccumulationPart(2, False, True)]
@@ -174,11 +174,11 @@ def test_batches_accumulate_as_parts_of_their_number(lends_copies: bool) -> None
         assert gradients.is_finite(step, share)
         apply(gradients, step, share)
         assert norm == pytest.approx(sum(p.grad.square().sum().item() for p in (weight, late) if p.grad is not None))
-    assert weight.grad.tolist() == [1.0, 1.0]  # type: ignore[union-attr]
-    assert late.grad.tolist() == [2.0, 2.0]  # type: ignore[union-attr]
+    assert weight.grad.tolist() == [1.0, 1.0]
+    assert late.grad.tolist() == [2.0, 2.0]
 
 
-def test_statistics_are_beside_gradients() -> None:
+def test_statistics_are_beside_gradients():
     weight, statistics = nn.Parameter(torch.zeros(3)), [torch.zeros(2, 2), torch.zeros(5, dtype=torch.float64)]
     gradients = GradientBuffers([weight], CPU, statistics=lambda: statistics)
     for step in (0, 1, 2):
@@ -201,7 +201,7 @@ def test_statistics_are_beside_gradients() -> None:
     assert [view.shape for view in gradients.statistics(3)] == [one.shape for one in statistics]
 
 
-def test_parameters_may_come_and_go_between_steps() -> None:
+def test_parameters_may_come_and_go_between_steps():
     first, second = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(4))
     gradients = GradientBuffers([first], CPU)
     gradients.begin(0)
@@ -211,13 +211,13 @@ def test_parameters_may_come_and_go_between_steps() -> None:
     gradients.begin(1)
     second.sum().backward()
     apply(gradients, 1)
-    assert second.grad.tolist() == [1.0] * 4  # type: ignore[union-attr]
+    assert second.grad.tolist() == [1.0] * 4
     assert [p for p, _ in gradients.by_parameter(0)] == [first], "what a peer may adopt"
     assert [p for p, _ in gradients.by_parameter(1)] == [second]
 
 
 @pytest.mark.parametrize("replacement", ["None", "a tensor"])
-def test_a_gradient_that_left_its_buffer_is_an_error_that_names_the_shape(replacement: str) -> None:
+def test_a_gradient_that_left_its_buffer_is_an_error_that_names_the_shape(replacement):
     module = model()
     gradients = GradientBuffers(list(module.parameters()), CPU)
     gradients.begin(0)
@@ -226,7 +226,7 @@ def test_a_gradient_that_left_its_buffer_is_an_error_that_names_the_shape(replac
         gradients.check(0)
 
 
-def test_sparse_gradients_are_accumulated_or_refused_but_never_lost() -> None:
+def test_sparse_gradients_are_accumulated_or_refused_but_never_lost():
     embedding = nn.Embedding(5, 3, sparse=True)
     gradients = GradientBuffers(list(embedding.parameters()), CPU)
     gradients.begin(0)
@@ -235,12 +235,12 @@ def test_sparse_gradients_are_accumulated_or_refused_but_never_lost() -> None:
         gradients.check(0)
     except UnsupportedFeatureError:
         return
-    assert embedding.weight.grad.sum(1).tolist() == [0, 6, 0, 0, 3]  # type: ignore[union-attr]
+    assert embedding.weight.grad.sum(1).tolist() == [0, 6, 0, 0, 3]
     assert gradients.of_step(0)[0].sum().item() == 9
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64])
-def test_what_no_micro_batch_used_has_no_gradient_and_zeros_are_some(dtype: torch.dtype) -> None:
+def test_what_no_micro_batch_used_has_no_gradient_and_zeros_are_some(dtype):
     used, unused, zero = (nn.Parameter(torch.ones(n, dtype=dtype)) for n in (3, 17, 5))
     gradients = GradientBuffers([used, unused, zero], CPU)
     for step in (0, 1):
@@ -253,11 +253,11 @@ def test_what_no_micro_batch_used_has_no_gradient_and_zeros_are_some(dtype: torc
             numbers += torch.zeros_like(numbers)  # of a peer that had no micro-batch
         apply(gradients, step)
         assert unused.grad is None
-        assert torch.equal(used.grad, torch.full_like(used, 4))  # type: ignore[arg-type]
-        assert torch.equal(zero.grad, torch.zeros_like(zero))  # type: ignore[arg-type]
+        assert torch.equal(used.grad, torch.full_like(used, 4))
+        assert torch.equal(zero.grad, torch.zeros_like(zero))
 
 
-def test_what_requires_a_gradient_may_change_between_steps() -> None:
+def test_what_requires_a_gradient_may_change_between_steps():
     """A peer that adopts the gradient of the step before still finds it as it was laid out."""
     module = model()
     first, *rest = module.parameters()
@@ -278,7 +278,7 @@ def test_what_requires_a_gradient_may_change_between_steps() -> None:
     assert [id(p) for p, _ in gradients.by_parameter(0)] == [*map(id, rest)]
 
 
-def test_without_anything_to_train_there_is_nothing_to_reduce() -> None:
+def test_without_anything_to_train_there_is_nothing_to_reduce():
     gradients = GradientBuffers([nn.Parameter(torch.zeros(3), requires_grad=False)], CPU)
     gradients.begin(0)
     gradients.check(0)
@@ -286,7 +286,7 @@ def test_without_anything_to_train_there_is_nothing_to_reduce() -> None:
     assert gradients.squared_norm(0) == 0.0
 
 
-def test_buckets_hold_whole_gradients_from_the_last_layer_on() -> None:
+def test_buckets_hold_whole_gradients_from_the_last_layer_on():
     sizes = [64, 16, 16, 300, 16, 33]
     dtypes = [torch.float32] * 4 + [torch.float64, torch.float32]
     parameters = [nn.Parameter(torch.zeros(n, dtype=d)) for n, d in zip(sizes, dtypes, strict=True)]
@@ -298,13 +298,13 @@ def test_buckets_hold_whole_gradients_from_the_last_layer_on() -> None:
     assert all(bucket.is_in_place for bucket in buckets)
     for number, bucket in enumerate(buckets, 1):
         bucket.buffer.fill_(number)
-    assert [int(p.grad.unique()) for p in parameters] == [4, 4, 4, 3, 2, 1]  # type: ignore[union-attr]
+    assert [int(p.grad.unique()) for p in parameters] == [4, 4, 4, 3, 2, 1]
     assert sum(bucket.buffer.numel() for bucket in buckets) == sum(buffer.numel() for buffer in gradients.of_step(0))
     parameters[3].grad = torch.zeros(300)
     assert [bucket.is_in_place for bucket in buckets] == [True, True, False, True]
 
 
-def test_what_several_stages_hold_is_in_buckets_that_are_alike_in_all_of_them() -> None:
+def test_what_several_stages_hold_is_in_buckets_that_are_alike_in_all_of_them():
     def of_stage(order: str, **tied: tuple[int, ...]) -> list[tuple[tuple[int, ...], list[int]]]:
         """The buckets of a stage whose parameters are named by their sizes, ``a`` for 1, in that order."""
         by_name = {name: nn.Parameter(torch.zeros(ord(name) - ord("a") + 1)) for name in order}
@@ -322,7 +322,7 @@ def test_what_several_stages_hold_is_in_buckets_that_are_alike_in_all_of_them() 
     assert second == [((), [24]), ((0, 1), [4, 6]), ((0, 1), [2])]
 
 
-def test_new_memory_has_the_same_layout() -> None:
+def test_new_memory_has_the_same_layout():
     parameters = [nn.Parameter(torch.zeros(3, dtype=d)) for d in (torch.float32, torch.float64, torch.float32)]
     gradients = GradientBuffers(parameters, CPU, bucket_bytes=1)
     gradients.begin(0)
@@ -344,10 +344,9 @@ def buffers(lends_copies: bool) -> tuple[nn.Linear, GradientBuffers]:
 
 
 @pytest.mark.parametrize("lends_copies", [False, True])
-def test_what_is_lent_may_be_changed(lends_copies: bool) -> None:
+def test_what_is_lent_may_be_changed(lends_copies):
     layer, gradients = buffers(lends_copies)
     apply(gradients, 4)
-    assert layer.weight.grad is not None
     assert torch.equal(layer.weight.grad, torch.ones(2, 3))
     layer.weight.grad.mul_(3.0)
     kept = dict(gradients.by_parameter(4))[layer.weight]
@@ -356,7 +355,7 @@ def test_what_is_lent_may_be_changed(lends_copies: bool) -> None:
     assert torch.equal(layer.weight.grad, torch.full((2, 3), 3.0)), "what was changed stays changed for hooks"
 
 
-def test_once_somebody_has_changed_them_copies_are_lent() -> None:
+def test_once_somebody_has_changed_them_copies_are_lent():
     layer, gradients = buffers(lends_copies=False)
     apply(gradients, 4)
     gradients.protect_lent(4)
@@ -367,20 +366,17 @@ def test_once_somebody_has_changed_them_copies_are_lent() -> None:
     gradients.begin(5)
     layer(torch.ones(1, 3)).sum().backward()
     apply(gradients, 5)
-    assert layer.weight.grad is not None
     layer.weight.grad.zero_()
     assert torch.equal(dict(gradients.by_parameter(5))[layer.weight], torch.ones(2, 3))
     assert len(gradients.tensors()) == 3
 
 
-def test_a_gradient_that_nothing_wrote_is_none_in_a_copy_too() -> None:
+def test_a_gradient_that_nothing_wrote_is_none_in_a_copy_too():
     layer = nn.Linear(3, 2)
     gradients = GradientBuffers([*layer.parameters()], torch.device("cpu"), lends_copies=True)
     gradients.begin(4)
     layer.weight.sum().backward()
     apply(gradients, 4)
     assert layer.bias.grad is None
-    assert layer.weight.grad is not None
     gradients.begin(5)
-    assert layer.weight.grad is not None
     assert layer.weight.grad.data_ptr() == dict(gradients.by_parameter(5))[layer.weight].data_ptr()

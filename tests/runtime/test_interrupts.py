@@ -6,7 +6,6 @@ from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from support.thread_client import ThreadClient
 from torch import nn
@@ -49,9 +48,7 @@ class HeldBack(threading.Condition):
             self.entered.wait(1.0)
 
 
-def test_a_receiver_thread_that_is_late_does_not_abort_the_generation_that_has_just_begun(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_receiver_thread_that_is_late_does_not_abort_the_generation_that_has_just_begun(monkeypatch):
     ours, theirs = socket.socketpair()
     monkeypatch.setattr(client_module, "connect", lambda *_: MessageConnection(ours, FrameBuffer(TO_WORKERS)))
     client = ThreadClient(0, ("", 0), b"", heartbeat_interval=60.0)

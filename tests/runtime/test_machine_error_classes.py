@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import time
-from typing import Any
 
 import pytest
 import torch
@@ -70,13 +69,13 @@ OWN = [
 
 
 @pytest.mark.parametrize("error", [*MACHINE, *DEVICE], ids=repr)
-def test_suspected(error: BaseException) -> None:
+def test_suspected(error):
     assert is_machine_error(error)
     assert is_device_error(error) is (error in DEVICE)
 
 
 @pytest.mark.parametrize("error", OWN, ids=repr)
-def test_not_suspected(error: BaseException) -> None:
+def test_not_suspected(error):
     assert not is_machine_error(error)
 
 
@@ -85,7 +84,7 @@ def raised_from(error: Exception, cause: BaseException) -> Exception:
     return error
 
 
-def test_what_is_raised_from_a_suspected_exception_is_suspected_except_for_this_packages_own() -> None:
+def test_what_is_raised_from_a_suspected_exception_is_suspected_except_for_this_packages_own():
     assert is_machine_error(raised_from(ValueError("bad shard"), OSError("gone")))
     assert is_device_error(raised_from(ValueError("bad"), DEVICE[0]))
     assert not is_machine_error(raised_from(CommunicationError("reset"), OSError("gone")))
@@ -102,42 +101,36 @@ def only_storage(error: BaseException) -> bool:
     return isinstance(error, StorageError)
 
 
-@pytest.mark.parametrize(
-    ("option", "storage", "os_error"),
-    [
-        ((), False, True),
-        ([StorageError], True, True),
-        ([f"{__name__}.StorageError", "builtins.KeyError"], True, True),
-        (only_storage, True, False),
-    ],
-)
-def test_the_option_adds_classes_or_decides_alone(option: Any, storage: bool, os_error: bool) -> None:
+@pytest.mark.parametrize(("option", "storage", "os_error"), [
+    ((), False, True),
+    ([StorageError], True, True),
+    ([f"{__name__}.StorageError", "builtins.KeyError"], True, True),
+    (only_storage, True, False),
+])  # fmt: skip
+def test_the_option_adds_classes_or_decides_alone(option, storage, os_error):
     is_suspect = suspicion_of(option)
     assert (is_suspect(StorageError()), is_suspect(OSError())) == (storage, os_error)
     assert not suspicion_of(lambda _: True)(InjectedFaultError())
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"machine_errors": "OSError"}, ["'OSError'", "list"]),
-        ({"machine_errors": OSError}, ["OSError", "list"]),
-        ({"machine_errors": 3}, ["3", "list"]),
-        ({"machine_errors": ["botocore.ClientErrr"]}, ["'botocore.ClientErrr'", "dotted name"]),
-        ({"machine_errors": ["os.path"]}, ["'os.path'"]),
-        ({"machine_errors": [int]}, ["int", "Exception"]),
-        ({"machine_errors": [KeyboardInterrupt]}, ["KeyboardInterrupt"]),
-        ({"machine_error_retries": -1}, ["machine_error_retries=-1", "at least 0"]),
-        ({"machine_error_retries": True}, ["machine_error_retries=True"]),
-    ],
-)
-def test_wrong_options_are_refused_at_once(options: dict[str, Any], words: list[str]) -> None:
+@pytest.mark.parametrize(("options", "words"), [
+    ({"machine_errors": "OSError"}, ["'OSError'", "list"]),
+    ({"machine_errors": OSError}, ["OSError", "list"]),
+    ({"machine_errors": 3}, ["3", "list"]),
+    ({"machine_errors": ["botocore.ClientErrr"]}, ["'botocore.ClientErrr'", "dotted name"]),
+    ({"machine_errors": ["os.path"]}, ["'os.path'"]),
+    ({"machine_errors": [int]}, ["int", "Exception"]),
+    ({"machine_errors": [KeyboardInterrupt]}, ["KeyboardInterrupt"]),
+    ({"machine_error_retries": -1}, ["machine_error_retries=-1", "at least 0"]),
+    ({"machine_error_retries": True}, ["machine_error_retries=True"]),
+])  # fmt: skip
+def test_wrong_options_are_refused_at_once(options, words):
     with pytest.raises(ConfigurationError) as caught:
         recycle_strategy(**options)
     assert all(word in str(caught.value) for word in words), caught.value
 
 
-def test_a_place_in_the_code_does_not_depend_on_what_was_called_with() -> None:
+def test_a_place_in_the_code_does_not_depend_on_what_was_called_with():
     def hook(path: str) -> None:
         os.stat(path)
 
@@ -152,7 +145,7 @@ def test_a_place_in_the_code_does_not_depend_on_what_was_called_with() -> None:
     assert "test_machine_error_classes.py" in places[0]
 
 
-def test_the_death_of_a_reader_raises_nothing_where_an_exception_is_dealt_with() -> None:
+def test_the_death_of_a_reader_raises_nothing_where_an_exception_is_dealt_with():
     raised: list[int] = []
     before = signal.signal(signal.SIGCHLD, lambda signum, _: raised.append(signum))
     try:
@@ -167,7 +160,7 @@ def test_the_death_of_a_reader_raises_nothing_where_an_exception_is_dealt_with()
         signal.signal(signal.SIGCHLD, before)
 
 
-def test_a_torch_without_a_class_for_lost_devices_is_known_by_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_without_a_class_for_lost_devices_is_known_by_what_it_says(monkeypatch):
     monkeypatch.delattr(torch, "AcceleratorError", raising=False)  # before 2.8
     older = runpy.run_path(machine_errors.__file__)
     assert older["is_device_error"](RuntimeError("CUDA error: device-side assert triggered"))

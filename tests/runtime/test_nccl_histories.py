@@ -4,8 +4,6 @@ A history is a number: ``python tests/runtime/nccl_histories.py NUMBER`` replays
 ``pytest -m exhaustive tests/runtime/test_nccl_histories.py``.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 from types import ModuleType
@@ -21,7 +19,7 @@ HUNT = 150  # within so many a broken transport must be noticed
 MEETS = {"quiet", "abort", "late abort", "death", "error", "lost", "noticed", "received", "summed", "kept"}
 
 
-def test_no_payload_is_lost_or_swapped_and_nobody_waits_beyond_an_abort() -> None:
+def test_no_payload_is_lost_or_swapped_and_nobody_waits_beyond_an_abort():
     met = check_histories(range(SAMPLE))
     assert met["histories"] == SAMPLE
     assert not {kind for kind in MEETS if not met[kind]}
@@ -30,7 +28,7 @@ def test_no_payload_is_lost_or_swapped_and_nobody_waits_beyond_an_abort() -> Non
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("block", range(20))
-def test_the_same_in_all_histories(block: int) -> None:
+def test_the_same_in_all_histories(block):
     check_histories(range(block * 5_000, (block + 1) * 5_000))
 
 
@@ -46,10 +44,9 @@ MUTATIONS: list[tuple[str, ModuleType, list[tuple[str, str]]]] = [
     ]),
     ("a payload is offered before it is computed", transfer_order,
      [("while self._computing and self._computing[0].ready.query():", "while self._computing:")]),
-    ("a send does not wait for a go", transfer_order, [
-        ("self._offered[sending.peer, sending.number] = sending",
-         "self._offered[sending.peer, sending.number] = sending\n            self._told_to_go.append(sending)"),
-    ]),
+    ("a send does not wait for a go", transfer_order,
+     [("self._offered[sending.peer, sending.number] = sending",
+       "self._offered[sending.peer, sending.number] = sending\n            self._told_to_go.append(sending)")]),
     ("a go names another payload", transfer_order,
      [("Note(Kind.GO, note.key, note.number, ", "Note(Kind.GO, note.key, 0, ")]),
     ("a tensor is freed once it is launched", nccl_comms, [
@@ -62,10 +59,9 @@ MUTATIONS: list[tuple[str, ModuleType, list[tuple[str, str]]]] = [
      [("while not library.in_progress(self.comm):", "library.in_progress(self.comm)\n        while True:")]),
     ("two receives are under way at a time", transfer_order,
      [("        if self._receiving is None:\n            self._accept_offer()\n", "        self._accept_offer()\n")]),
-    ("both directions share a stream", transfer_order, [
-        ("self._send_stream, self._receive_stream = self._streams.create(), self._streams.create()",
-         "self._send_stream = self._receive_stream = self._streams.create()"),
-    ]),
+    ("both directions share a stream", transfer_order,
+     [("self._send_stream, self._receive_stream = self._streams.create(), self._streams.create()",
+       "self._send_stream = self._receive_stream = self._streams.create()")]),
     ("communicators begin one after the other", nccl_comms, [
         ("            self._has_begun = True\n            outdated, self", "            outdated, self"),
         ("            self._wanted.begin(self._to_begin)\n",
@@ -79,18 +75,14 @@ MUTATIONS: list[tuple[str, ModuleType, list[tuple[str, str]]]] = [
     ("communicators of the generation before are used", nccl_comms,
      [("        return kept\n", "        return kept | self._wanted.comms\n")]),
     ("communicators are destroyed instead of aborted", nccl_comms, [("library.abort(comm)", "library.destroy(comm)")]),
-    ("only the communicators of pairs are aborted", nccl_comms, [
-        ("used = [each.comm for each in self._wanted.comms.values()]",
-         "used = [each.comm for place, each in self._wanted.comms.items() if place.kind == _PAIR]"),
-    ]),
-    ("only those of groups are aborted", nccl_comms, [
-        ("used = [each.comm for each in self._wanted.comms.values()]",
-         "used = [each.comm for place, each in self._wanted.comms.items() if place.kind != _PAIR]"),
-    ]),
-    ("communicators are aborted one after the other", nccl_comms, [
-        ("    library.group_start()\n", ""),
-        ("    library.group_end()\n", ""),
-    ]),
+    ("only the communicators of pairs are aborted", nccl_comms,
+     [("used = [each.comm for each in self._wanted.comms.values()]",
+       "used = [each.comm for place, each in self._wanted.comms.items() if place.kind == _PAIR]")]),
+    ("only those of groups are aborted", nccl_comms,
+     [("used = [each.comm for each in self._wanted.comms.values()]",
+       "used = [each.comm for place, each in self._wanted.comms.items() if place.kind != _PAIR]")]),
+    ("communicators are aborted one after the other", nccl_comms,
+     [("    library.group_start()\n", ""), ("    library.group_end()\n", "")]),
     ("an abort does not reach what begins in the background", nccl_comms,
      [("[*used, *incomplete, *self._outdated]", "[*used, *self._outdated]")]),
     ("what is incomplete is kept", nccl_comms,
@@ -102,14 +94,12 @@ MUTATIONS: list[tuple[str, ModuleType, list[tuple[str, str]]]] = [
     ("a group starts before all members are ready", transfer_order,
      [("len(ready) < len(members.ranks)", "len(ready) < len(members.ranks) - 1")]),
     ("a member is ready before its device is", transfer_order, [("if not collective.ready.query():", "if False:")]),
-    ("a member does not wait for the start", transfer_order, [
-        ("if first.number >= self._states[first.group].may_start:",
-         "if first.number >= self._states[first.group].told:"),
-    ]),
-    ("the newest collective is launched first", transfer_order, [
-        ("            first = self._asked[0]\n", "            first = self._asked[-1]\n"),
-        ("            self._asked.popleft()\n", "            self._asked.remove(first)\n"),
-    ]),
+    ("a member does not wait for the start", transfer_order,
+     [("if first.number >= self._states[first.group].may_start:",
+       "if first.number >= self._states[first.group].told:")]),
+    ("the newest collective is launched first", transfer_order,
+     [("            first = self._asked[0]\n", "            first = self._asked[-1]\n"),
+      ("            self._asked.popleft()\n", "            self._asked.remove(first)\n")]),
     ("a member is ready for several groups at a time", transfer_order, [
         ("if collective.group != self._asked[0].group:", "if False:"),
         ("            first = self._asked[0]\n",
@@ -118,10 +108,9 @@ MUTATIONS: list[tuple[str, ModuleType, list[tuple[str, str]]]] = [
          "            self._asked.remove(first)\n"
          "            self._asked.appendleft(first)\n"),
     ]),
-    ("a collective counts once it is launched", transfer_order, [
-        ("if not self._under_way.proceed(self._library):",
-         "self._under_way.proceed(self._library)\n            if False:"),
-    ]),
+    ("a collective counts once it is launched", transfer_order,
+     [("if not self._under_way.proceed(self._library):",
+       "self._under_way.proceed(self._library)\n            if False:")]),
     ("one member is not told to start", transfer_order, [("members.ranks[1:]:", "members.ranks[1:-1]:")]),
     ("a broadcast comes from another member", transfer_order,
      [("ranks.index(collective.root), stream)", "ranks.index(collective.root) or 1, stream)")]),
@@ -137,16 +126,15 @@ MUTATIONS: list[tuple[str, ModuleType, list[tuple[str, str]]]] = [
          "\n"
          "        return PendingOp(comm, tensors, launch_and_forget, stream)\n"),
     ]),
-    ("tensors are let go of before the abort", nccl_thread, [
-        ("        self._aborted = True\n",
-         "        self._aborted = True\n        self.pairs.drop()\n        self.groups.drop()\n"),
-    ]),
+    ("tensors are let go of before the abort", nccl_thread,
+     [("        self._aborted = True\n",
+       "        self._aborted = True\n        self.pairs.drop()\n        self.groups.drop()\n")]),
 ]
 # fmt: on
 """What breaks, the module, and what is replaced in its source."""
 
 
-def test_every_mutation_applies_to_the_transport_as_it_is() -> None:
+def test_every_mutation_applies_to_the_transport_as_it_is():
     for _, module, changes in MUTATIONS:
         assert [inspect.getsource(module).count(old) for old, _ in changes] == [1] * len(changes)
 
@@ -156,9 +144,7 @@ def test_every_mutation_applies_to_the_transport_as_it_is() -> None:
     sampled(MUTATIONS, 12, rest=pytest.mark.long),
     ids=[name for name, *_ in MUTATIONS],
 )
-def test_a_broken_transport_is_noticed(
-    monkeypatch: pytest.MonkeyPatch, mutation: str, module: ModuleType, changes: list[tuple[str, str]]
-) -> None:
+def test_a_broken_transport_is_noticed(monkeypatch, mutation, module, changes):
     source = inspect.getsource(module)
     for old, new in changes:
         source = source.replace(old, new)

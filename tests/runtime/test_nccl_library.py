@@ -1,7 +1,5 @@
 """The calls of NCCL's C library, against a stub that is compiled with its declarations and notes what it is given."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import importlib
@@ -122,11 +120,11 @@ class Stub:
 
     @property
     def heard(self) -> list[str]:
-        return self._stub.stub_heard().decode().rstrip(";").split(";")  # type: ignore[no-any-return]
+        return self._stub.stub_heard().decode().rstrip(";").split(";")
 
 
 @pytest.fixture(scope="module")
-def stub_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+def stub_path(tmp_path_factory) -> str:
     assert COMPILER is not None
     folder = tmp_path_factory.mktemp("nccl")
     (folder / "stub.c").write_text(STUB)
@@ -136,14 +134,14 @@ def stub_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def stub(stub_path: str) -> Stub:
+def stub(stub_path) -> Stub:
     stub = Stub(stub_path)
     stub.set()
     return stub
 
 
 @needs_a_compiler
-def test_a_communicator_begins_without_blocking(stub: Stub) -> None:
+def test_a_communicator_begins_without_blocking(stub):
     unique_id = stub.library.unique_id()
     assert unique_id == bytes(2 * i % 256 for i in range(UNIQUE_ID_BYTES))
     comm = stub.library.init(unique_id, 2, 1)
@@ -157,7 +155,7 @@ def test_a_communicator_begins_without_blocking(stub: Stub) -> None:
 
 
 @needs_a_compiler
-def test_tensors_go_as_bytes_with_pointers_of_full_width(stub: Stub) -> None:
+def test_tensors_go_as_bytes_with_pointers_of_full_width(stub):
     comm = stub.library.init(stub.library.unique_id(), 2, 0)
     stub.set()
     tensor = torch.tensor([3, 4, 5])
@@ -175,7 +173,7 @@ NAMES = {
 
 
 @needs_a_compiler
-def test_sums_are_made_in_place_in_their_dtype_and_broadcasts_as_bytes(stub: Stub) -> None:
+def test_sums_are_made_in_place_in_their_dtype_and_broadcasts_as_bytes(stub):
     comm = stub.library.init(stub.library.unique_id(), 3, 0)
     assert NAMES.keys() == SUMMED
     for dtype, name in NAMES.items():
@@ -191,7 +189,7 @@ def test_sums_are_made_in_place_in_their_dtype_and_broadcasts_as_bytes(stub: Stu
 
 
 @needs_a_compiler
-def test_communicators_are_aborted_in_a_group(stub: Stub) -> None:
+def test_communicators_are_aborted_in_a_group(stub):
     comm = stub.library.init(stub.library.unique_id(), 2, 0)
     stub.set()
     stub.library.group_start()
@@ -201,7 +199,7 @@ def test_communicators_are_aborted_in_a_group(stub: Stub) -> None:
 
 
 @needs_a_compiler
-def test_a_failed_peer_and_a_lost_device_are_told_apart(stub: Stub) -> None:
+def test_a_failed_peer_and_a_lost_device_are_told_apart(stub):
     comm = stub.library.init(stub.library.unique_id(), 2, 0)
     stub.set(state=5)
     with pytest.raises(NcclError, match=r"invalid usage\. the last error") as caught:
@@ -214,13 +212,13 @@ def test_a_failed_peer_and_a_lost_device_are_told_apart(stub: Stub) -> None:
 
 
 @needs_a_compiler
-def test_a_library_that_cannot_be_aborted_reliably_is_refused(stub: Stub, stub_path: str) -> None:
+def test_a_library_that_cannot_be_aborted_reliably_is_refused(stub, stub_path):
     stub.set(version=22501)
     with pytest.raises(ConfigurationError, match=r'22501.*transport="gloo"'):
         NcclLibrary(stub_path)
 
 
-def test_no_library_is_an_error_that_names_the_remedy() -> None:
+def test_no_library_is_an_error_that_names_the_remedy():
     with pytest.raises(ConfigurationError, match='transport="gloo"'):
         NcclLibrary(str(Path("/nowhere/libnccl.so.2")))
 
@@ -236,7 +234,7 @@ def installed_library() -> Path | None:
 
 
 @pytest.mark.skipif(installed_library() is None, reason="NCCL is not installed (pip install nvidia-nccl-cu12)")
-def test_the_library_itself_takes_the_calls_that_need_no_device() -> None:
+def test_the_library_itself_takes_the_calls_that_need_no_device():
     library = NcclLibrary(str(installed_library()))
     assert library.unique_id() != library.unique_id()
     library.group_start()

@@ -20,7 +20,7 @@ KINDS = ["nccl", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.fixture(params=KINDS)
-def three(request: pytest.FixtureRequest) -> Iterator[Team]:
+def three(request) -> Iterator[Team]:
     """Members 0 to 2."""
     team = Team(3, request.param)
     yield team
@@ -34,14 +34,14 @@ def exchange(team: Team, sender: int, receiver: int, size: int) -> list[float]:
     return found
 
 
-def test_a_payload_holds_what_was_computed_before_it(three: Team) -> None:
+def test_a_payload_holds_what_was_computed_before_it(three):
     three.regroup(0, 1)
     for size in SIZES[:2]:
         assert exchange(three, 0, 1, size) == [float(ROUNDS)]
         assert exchange(three, 1, 0, size) == [float(ROUNDS)]
 
 
-def test_a_payload_does_not_arrive_in_memory_that_is_computed_with(three: Team) -> None:
+def test_a_payload_does_not_arrive_in_memory_that_is_computed_with(three):
     three.regroup(0, 1)
     rounds = 20
     three.members[1].start(tasks.receive_while_computing, 0, SIZES[1], rounds)
@@ -51,7 +51,7 @@ def test_a_payload_does_not_arrive_in_memory_that_is_computed_with(three: Team) 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("end", ["kill", "stop"])
-def test_a_survivor_goes_on_with_another_after_its_sender_has_ended(end: str) -> None:
+def test_a_survivor_goes_on_with_another_after_its_sender_has_ended(end):
     team = Team(3, "cuda")
     team.regroup(0, 1)
     assert exchange(team, 0, 1, SIZES[1]) == [float(ROUNDS)]

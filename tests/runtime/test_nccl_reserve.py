@@ -1,7 +1,5 @@
 """Communicators that are begun for the next generation: which, who uses them, what an abort leaves."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest
@@ -10,21 +8,14 @@ from transport_world import ALL, World
 
 from lightning_recycle.runtime.groups import CommunicationError
 from lightning_recycle.runtime.nccl import nccl_transport as module
-from lightning_recycle.runtime.nccl.nccl_comms import (
-    Kind,
-    Note,
-    Place,
-    group_places,
-    pair,
-    successors,
-)
+from lightning_recycle.runtime.nccl.nccl_comms import Kind, Note, Place, group_places, pair, successors
 from lightning_recycle.runtime.nccl.nccl_library import NcclError
 
 EVERYBODY = {"stage0": (0, 1, 2, 3)}
 
 
 @pytest.fixture
-def world(request: pytest.FixtureRequest) -> Iterator[World]:
+def world(request) -> Iterator[World]:
     world = World(getattr(request, "param", ALL))
     assert not world.connect()
     yield world
@@ -40,16 +31,16 @@ def count_inits(world: World) -> list[int]:
 
         def init(unique_id: bytes, size: int, member: int, rank: int = rank, real: object = real) -> FakeComm:
             counts[rank] += 1
-            return real(unique_id, size, member)  # type: ignore[operator, no-any-return]
+            return real(unique_id, size, member)
 
-        device.init = init  # type: ignore[method-assign]
+        device.init = init
     return counts
 
 
 # ---------------------------------------------------------------------- which
 
 
-def test_members_of_every_communicator_expect_it_whoever_is_lost() -> None:
+def test_members_of_every_communicator_expect_it_whoever_is_lost():
     rosters = {"stage0": (0, 2, 4), "stage1": (1, 3, 5), "tie0": (0, 1, 2, 3, 4, 5), "tie1": (0, 2, 4)}
     of = {rank: {name: roster for name, roster in rosters.items() if rank in roster} for rank in range(6)}
     wanted = {rank: set(successors(rank, {r for r in range(6) if (r - rank) % 2}, of[rank])) for rank in range(6)}
@@ -62,18 +53,18 @@ def test_members_of_every_communicator_expect_it_whoever_is_lost() -> None:
             assert set(group_places(left).values()) <= places
 
 
-def test_groups_with_the_same_members_have_communicators_of_their_own() -> None:
+def test_groups_with_the_same_members_have_communicators_of_their_own():
     places = group_places({"stage0": (0, 2), "tie3": (0, 2), "tie1": (0, 1, 2)})
     assert len(set(places.values())) == 3
     assert pair(0, 2) not in places.values()
 
 
-def test_large_groups_have_a_reserve_for_the_loss_of_others_only() -> None:
+def test_large_groups_have_a_reserve_for_the_loss_of_others_only():
     roster = tuple(range(9))
     assert successors(4, (), {"stage0": roster}) == [Place(roster, 0)]
 
 
-def test_notes_come_in_pieces() -> None:
+def test_notes_come_in_pieces():
     notes = [
         Note(Kind.OFFER, (0, 5), 1, 2),
         Note(Kind.INVITE, (253, 77), 0, 0, bytes(range(128))),
@@ -92,7 +83,7 @@ def test_notes_come_in_pieces() -> None:
 
 @pytest.mark.parametrize("world", [ALL, EVERYBODY], indirect=True)
 @pytest.mark.parametrize("lost", range(4))
-def test_after_a_loss_nothing_is_begun_that_is_there_already(world: World, lost: int) -> None:
+def test_after_a_loss_nothing_is_begun_that_is_there_already(world, lost):
     world.prepare(range(4))
     world.lose(lost)
     counts = count_inits(world)
@@ -101,7 +92,7 @@ def test_after_a_loss_nothing_is_begun_that_is_there_already(world: World, lost:
     assert counts == [0] * 4
 
 
-def test_who_has_not_begun_them_is_connected_afresh(world: World) -> None:
+def test_who_has_not_begun_them_is_connected_afresh(world):
     world.prepare([0, 1, 2], 0.05)
     counts = count_inits(world)
     assert not world.connect()
@@ -114,16 +105,16 @@ def test_who_has_not_begun_them_is_connected_afresh(world: World) -> None:
 # ---------------------------------------------------------------------- what goes wrong
 
 
-def test_a_reserve_that_cannot_begin_harms_nobody(world: World) -> None:
+def test_a_reserve_that_cannot_begin_harms_nobody(world):
     real = world.devices[1].init
 
     def fail(*given: object) -> FakeComm:
         raise NcclError("no memory")
 
-    world.devices[1].init = fail  # type: ignore[method-assign]
+    world.devices[1].init = fail
     world.prepare(range(4), 0.05)
     world.assert_agreed()
-    world.devices[1].init = real  # type: ignore[method-assign]
+    world.devices[1].init = real
     assert not world.connect()
     world.assert_agreed()
     assert world.usable == 4 * 3 + 2 + 2 + 3
@@ -131,9 +122,7 @@ def test_a_reserve_that_cannot_begin_harms_nobody(world: World) -> None:
 
 @pytest.mark.parametrize("required", [False, True])
 @pytest.mark.parametrize("how", ["fails", "hangs"])
-def test_all_connect_afresh_if_what_was_kept_does_not_work(
-    required: bool, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_connect_afresh_if_what_was_kept_does_not_work(required, how, monkeypatch):
     monkeypatch.setattr(module, "_KEPT_SECONDS", 0.3)
     world = World(required=required)
     assert not world.connect()
@@ -144,7 +133,7 @@ def test_all_connect_afresh_if_what_was_kept_does_not_work(
         broken.error = NcclError("the network is down")
     else:
         real = world.devices[0].in_progress
-        world.devices[0].in_progress = lambda comm: comm is broken or real(comm)  # type: ignore[method-assign]
+        world.devices[0].in_progress = lambda comm: comm is broken or real(comm)
     errors = world.connect()
     assert errors
     assert {type(error) for error in errors} == {CommunicationError}
@@ -156,7 +145,7 @@ def test_all_connect_afresh_if_what_was_kept_does_not_work(
     world.stop()
 
 
-def test_who_comes_too_late_does_not_take_what_the_next_generation_needs(world: World) -> None:
+def test_who_comes_too_late_does_not_take_what_the_next_generation_needs(world):
     world.prepare(range(4))
     world.end_generation()
     kept = dict(world.transports[0]._kept)

@@ -1,7 +1,5 @@
 """The thread, the links and the agreement of the transport over NCCL: two workers in one process, imitated devices."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -85,25 +83,25 @@ def replace(transport: NcclTransport, root: int | None = None) -> list[Tensor | 
     return [value]
 
 
-def test_a_payload_arrives_while_the_device_computes(pair: World) -> None:
+def test_a_payload_arrives_while_the_device_computes(pair):
     device = pair.devices[1]
     device.current.wait(FakeEvent(device))  # which never is
     waiting = Waiting(pair)
     pair.transports[0].send(FORWARD, LAYOUT, [VALUE], 1, 3)
     waiting.thread.join(10)
-    assert torch.equal(waiting.tensors[0], VALUE)  # type: ignore[arg-type]
+    assert torch.equal(waiting.tensors[0], VALUE)
 
 
-def test_both_have_the_sum_and_what_one_of_them_has(pair: World) -> None:
+def test_both_have_the_sum_and_what_one_of_them_has(pair):
     for root, factor in ((None, 3), (0, 1), (1, 2)):
-        waiting = Waiting(pair, lambda transport, root=root: replace(transport, root))  # type: ignore[misc]
+        waiting = Waiting(pair, lambda transport, root=root: replace(transport, root))
         (mine,) = replace(pair.transports[0], root)
         waiting.thread.join(10)
         for found in (mine, *waiting.tensors):
-            assert torch.equal(found, VALUE * factor)  # type: ignore[arg-type]
+            assert torch.equal(found, VALUE * factor)
 
 
-def test_small_tensors_and_those_that_nccl_cannot_sum_go_another_way(pair: World) -> None:
+def test_small_tensors_and_those_that_nccl_cannot_sum_go_another_way(pair):
     transport = pair.transports[0]
     assert not transport.takes(STAGE, VALUE[:100])
     assert not transport.takes(STAGE, VALUE.bool())
@@ -111,7 +109,7 @@ def test_small_tensors_and_those_that_nccl_cannot_sum_go_another_way(pair: World
     assert not transport.takes("stage7", VALUE)
 
 
-def test_different_collectives_of_the_members_are_an_error_of_their_leader(pair: World) -> None:
+def test_different_collectives_of_the_members_are_an_error_of_their_leader(pair):
     waiting = Waiting(pair, lambda transport: replace(transport, 1))
     with pytest.raises(NcclError, match="different collectives"):
         replace(pair.transports[0])
@@ -128,12 +126,12 @@ def break_call(rank: int, call: str, error: Exception) -> Callable[[World], None
 
 
 def stay_in_progress(pair: World) -> None:
-    pair.devices[1].in_progress = lambda comm: True  # type: ignore[method-assign]
+    pair.devices[1].in_progress = lambda comm: True
 
 
 def add_nothing(pair: World) -> None:
     real = pair.devices[1].all_reduce
-    pair.devices[1].all_reduce = lambda comm, tensor, stream: real(comm, tensor.zero_(), stream)  # type: ignore[method-assign]
+    pair.devices[1].all_reduce = lambda comm, tensor, stream: real(comm, tensor.zero_(), stream)
 
 
 def assert_gloo(pair: World) -> None:
@@ -153,7 +151,7 @@ FALLS_BACK: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("how", FALLS_BACK.values(), ids=FALLS_BACK)
-def test_workers_that_cannot_use_nccl_agree_on_gloo(how: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_that_cannot_use_nccl_agree_on_gloo(how, monkeypatch):
     monkeypatch.setattr(module, "_TRIAL_SECONDS", 0.2 if how.get("breaks") is stay_in_progress else 60.0)
     pair, errors = connected(**how)
     assert not errors
@@ -165,9 +163,7 @@ def test_workers_that_cannot_use_nccl_agree_on_gloo(how: dict[str, Any], monkeyp
 
 @pytest.mark.parametrize("call", ["unique_id", "init", "send", "receive", "all_reduce", "in_progress"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_workers_that_find_that_nccl_does_not_work_agree_on_gloo_and_say_why_once(
-    call: str, rank: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_workers_that_find_that_nccl_does_not_work_agree_on_gloo_and_say_why_once(call, rank, caplog):
     def said() -> list[str]:
         return [record.getMessage() for record in caplog.records if "go by Gloo" in record.getMessage()]
 
@@ -200,9 +196,7 @@ FAILS: dict[str, tuple[dict[str, Any], set[type[Exception]]]] = {
 
 
 @pytest.mark.parametrize(("how", "kinds"), FAILS.values(), ids=FAILS)
-def test_what_gloo_cannot_replace_ends_the_trial_with_an_error(
-    how: dict[str, Any], kinds: set[type[Exception]]
-) -> None:
+def test_what_gloo_cannot_replace_ends_the_trial_with_an_error(how, kinds):
     pair, errors = connected(**how, abort_after=0.2)
     assert len(errors) == 2
     assert {type(error) for error in errors} == kinds
@@ -214,11 +208,10 @@ def test_what_gloo_cannot_replace_ends_the_trial_with_an_error(
 def hang(pair: World) -> Waiting:
     """A receive that is on the device of worker 1, whose sender's device stands still."""
     waiting = Waiting(pair)
-    payloads = pair.transports[0]._thread._traffic.pairs  # type: ignore[union-attr]
-    payloads._begin_send = lambda sending: None  # type: ignore[method-assign, assignment, return-value]
+    payloads = pair.transports[0]._thread._traffic.pairs
+    payloads._begin_send = lambda sending: None
     pair.transports[0].send(FORWARD, LAYOUT, [VALUE], 1, 3)
     thread = pair.transports[1]._thread
-    assert thread is not None
     wait_for(lambda: thread._traffic.pairs._receiving is not None, 5)
     return waiting
 
@@ -226,7 +219,6 @@ def hang(pair: World) -> Waiting:
 def sum_alone(pair: World) -> Waiting:
     """A sum for which worker 0 is not ready."""
     waiting, thread = Waiting(pair, replace), pair.transports[1]._thread
-    assert thread is not None
     (state,) = thread._traffic.groups._states.values()
     wait_for(lambda: state.told == 2, 5)  # the first one was that by which they connected
     return waiting
@@ -235,10 +227,9 @@ def sum_alone(pair: World) -> Waiting:
 def hang_in_a_sum(pair: World) -> Waiting:
     """A sum that is on the device of worker 1, while that of worker 0 stands still."""
     waiting = Waiting(pair, replace)
-    pair.devices[0].all_reduce = lambda comm, tensor, stream: None  # type: ignore[method-assign]
+    pair.devices[0].all_reduce = lambda comm, tensor, stream: None
     pair.transports[0].begin_collective(STAGE, VALUE.clone())
     thread = pair.transports[1]._thread
-    assert thread is not None
     wait_for(lambda: thread._traffic.groups._under_way is not None, 5)
     return waiting
 
@@ -247,7 +238,7 @@ BEGIN = {"not offered": Waiting, "on the device": hang, "not ready": sum_alone, 
 
 
 @pytest.mark.parametrize("begin", BEGIN.values(), ids=BEGIN)
-def test_an_abort_ends_a_wait_at_once(pair: World, begin: Callable[[World], Waiting]) -> None:
+def test_an_abort_ends_a_wait_at_once(pair, begin):
     waiting = begin(pair)
     pair.abort(1)
     assert isinstance(waiting.end(), CommunicationError)
@@ -259,10 +250,10 @@ def test_an_abort_ends_a_wait_at_once(pair: World, begin: Callable[[World], Wait
 
 
 @pytest.mark.parametrize("begin", BEGIN.values(), ids=BEGIN)
-def test_a_device_that_is_lost_is_told_to_the_one_that_waits(pair: World, begin: Callable[[World], Waiting]) -> None:
+def test_a_device_that_is_lost_is_told_to_the_one_that_waits(pair, begin):
     waiting = begin(pair)
     pair.devices[1].is_lost = True
-    pair.transports[1]._thread.wake()  # type: ignore[union-attr]
+    pair.transports[1]._thread.wake()
     if begin in (hang, hang_in_a_sum):
         assert is_device_error(waiting.end())
     else:
@@ -270,7 +261,7 @@ def test_a_device_that_is_lost_is_told_to_the_one_that_waits(pair: World, begin:
         assert isinstance(waiting.end(), CommunicationError)
 
 
-def test_a_worker_whose_abort_does_not_end_has_lost_its_device(pair: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_whose_abort_does_not_end_has_lost_its_device(pair, monkeypatch):
     monkeypatch.setattr(nccl_thread, "ABORT_SECONDS", 0.2)
     returns = threading.Event()
     real = pair.devices[1].group_end
@@ -282,12 +273,12 @@ def test_a_worker_whose_abort_does_not_end_has_lost_its_device(pair: World, monk
     returns.set()
 
 
-def test_a_device_that_takes_long_is_looked_at_less_often() -> None:
+def test_a_device_that_takes_long_is_looked_at_less_often():
     seconds = [nccl_thread._poll_seconds(waited) for waited in (0.0, 0.0005, 0.004, 0.1, 10.0)]
     assert seconds == pytest.approx([50e-6, 50e-6, 200e-6, 500e-6, 500e-6])
 
 
-def test_gloo_is_for_every_device_and_nccl_needs_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gloo_is_for_every_device_and_nccl_needs_its_library(monkeypatch):
     for device in ("cpu", "cuda"):
         assert isinstance(transport_for(CommunicationOptions(), 0, torch.device(device, 0)), Transport)
 

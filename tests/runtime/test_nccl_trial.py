@@ -2,8 +2,6 @@
 those who are connected afterwards mean the same. Threads in this process, imitated devices.
 """
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -38,14 +36,14 @@ def break_some(world: World, rng: random.Random) -> set[int]:
                 if is_late:
                     world.await_connected(LATE_SECONDS)
                 raise NcclError("broken")
-            return real(*given)  # type: ignore[operator]
+            return real(*given)
 
         setattr(device, call, fail)
     return broken
 
 
 @pytest.mark.parametrize("seed", range(HISTORIES))
-def test_all_who_are_connected_mean_the_same(seed: int, request: pytest.FixtureRequest) -> None:
+def test_all_who_are_connected_mean_the_same(seed, request):
     rng, world = random.Random(seed), World()
     request.addfinalizer(world.stop)
     broken = break_some(world, rng)
@@ -63,7 +61,7 @@ def test_all_who_are_connected_mean_the_same(seed: int, request: pytest.FixtureR
     world.end_generation()
 
 
-def test_a_group_is_not_used_if_a_member_has_failed_with_others() -> None:
+def test_a_group_is_not_used_if_a_member_has_failed_with_others():
     """Worker 2 has nothing to complain of: it has exchanged something with everybody, and its stage has summed."""
     world = World()
     device = world.devices[0]
@@ -83,7 +81,7 @@ def test_a_group_is_not_used_if_a_member_has_failed_with_others() -> None:
             raise NcclError("broken")
         return True
 
-    device.all_reduce, device.in_progress = all_reduce, in_progress  # type: ignore[method-assign]
+    device.all_reduce, device.in_progress = all_reduce, in_progress
     assert not world.connect()
     world.assert_agreed()
     world.stop()

@@ -133,7 +133,7 @@ def gradients(position: Position, mesh: PositionMesh) -> list[float]:
 
 
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (2, 2)], ids=str)
-def test_sharded_layers_live_on_over_generations(sizes: Sizes) -> None:
+def test_sharded_layers_live_on_over_generations(sizes):
     for errors in Position(sizes).run(gradients):
         assert max(errors) < 1e-12
 
@@ -143,7 +143,7 @@ def shards(position: Position, mesh: PositionMesh) -> list[bytes]:
     return [tensor.detach().numpy().tobytes() for tensor in local]
 
 
-def test_a_member_builds_alone_what_all_build_together() -> None:
+def test_a_member_builds_alone_what_all_build_together():
     found = Position((1, 2)).run(shards)
     names = [name for name, _ in blocks().named_parameters()]
     whole = dict(blocks().named_parameters())
@@ -161,7 +161,7 @@ def gather_alone(position: Position, mesh: PositionMesh) -> str:
     return str(raised.value)
 
 
-def test_what_needs_the_other_members_is_refused_while_a_member_builds_alone() -> None:
+def test_what_needs_the_other_members_is_refused_while_a_member_builds_alone():
     for message in Position((1, 2)).run(gather_alone):
         assert "configure_model() runs the collective" in message
         assert "on_fit_start" in message
@@ -174,7 +174,7 @@ def unconnected(position: Position, mesh: PositionMesh) -> str:
     return str(raised.value)
 
 
-def test_a_collective_without_a_generation_is_a_communication_error() -> None:
+def test_a_collective_without_a_generation_is_a_communication_error():
     for message in Position((1, 2)).run(unconnected):
         assert "not connected" in message
 
@@ -207,7 +207,7 @@ def aborted(position: Position, mesh: PositionMesh) -> tuple[float, float]:
     return seconds, max(float((full(p.grad) - full(q.grad)).abs().max()) for p, q in pairs)
 
 
-def test_a_wait_for_another_member_ends_when_the_generation_does() -> None:
+def test_a_wait_for_another_member_ends_when_the_generation_does():
     found = Position((1, 2)).run(aborted)
     assert found[0][0] < 1.5  # the other member comes after 1.7 s
     assert all(error < 1e-12 for _, error in found)
@@ -240,7 +240,7 @@ def scattered(position: Position, mesh: PositionMesh) -> tuple[list[list[float]]
     return parts, seconds
 
 
-def test_a_wait_for_the_parts_of_a_sum_heeds_its_timeout() -> None:
+def test_a_wait_for_the_parts_of_a_sum_heeds_its_timeout():
     (first, seconds), (second, _) = Position((2, 1)).run(scattered)
     assert first == [[10.0, 12.0]] * 3
     assert second == [[14.0, 16.0]] * 3
@@ -270,28 +270,21 @@ def exchanged(position: Position, mesh: PositionMesh) -> int:
     return len(collectives)
 
 
-def test_members_exchange_numbers_and_bytes_in_one_collective_if_there_are_no_more_than_before() -> None:
+def test_members_exchange_numbers_and_bytes_in_one_collective_if_there_are_no_more_than_before():
     assert Position((3, 1)).run(exchanged) == [2 * (len(EXCHANGED) + 3)] * 3
 
 
 OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
-    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
-    (torch.optim.Adam, {"amsgrad": True}),
-    (torch.optim.AdamW, {}),
-    (torch.optim.AdamW, {"foreach": True}),
-    (torch.optim.RMSprop, {"momentum": 0.5, "centered": True}),
-    (torch.optim.Adagrad, {}),
-    (torch.optim.Adadelta, {}),
-    (torch.optim.Adamax, {}),
-    (torch.optim.NAdam, {}),
-    (torch.optim.RAdam, {}),
-    (torch.optim.ASGD, {}),
-]
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}), (torch.optim.Adam, {"amsgrad": True}),
+    (torch.optim.AdamW, {}), (torch.optim.AdamW, {"foreach": True}),
+    (torch.optim.RMSprop, {"momentum": 0.5, "centered": True}), (torch.optim.Adagrad, {}), (torch.optim.Adadelta, {}),
+    (torch.optim.Adamax, {}), (torch.optim.NAdam, {}), (torch.optim.RAdam, {}), (torch.optim.ASGD, {}),
+]  # fmt: skip
 
 
 def stepped(model: nn.Module, kind: tuple[type[torch.optim.Optimizer], dict[str, Any]], on_shards: bool) -> Any:
     """Shards of parameters and of the optimizer's state after three steps, and what the closure saw."""
-    optimizer: Any = kind[0](model.parameters(), **kind[1])  # type: ignore[call-arg]
+    optimizer: Any = kind[0](model.parameters(), **kind[1])
     torch.optim.lr_scheduler.ConstantLR(optimizer)  # which replaces its step
     seen = set()
 
@@ -327,7 +320,7 @@ def steps(position: Position, mesh: PositionMesh) -> list[str]:
 
 
 @pytest.mark.parametrize("sizes", [(3, 1), (1, 2)], ids=str)
-def test_an_optimizer_steps_on_shards_as_on_what_they_are_shards_of(sizes: Sizes) -> None:
+def test_an_optimizer_steps_on_shards_as_on_what_they_are_shards_of(sizes):
     for wrong in Position(sizes).run(steps):
         assert not wrong
 
@@ -406,9 +399,7 @@ def in_hook(position: Position, mesh: PositionMesh) -> int:
     return len(told)
 
 
-def test_an_abort_leaves_collectives_in_hooks_alone_while_all_members_live(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_abort_leaves_collectives_in_hooks_alone_while_all_members_live(tmp_path, monkeypatch):
     monkeypatch.setenv("MEETING", str(tmp_path))
     assert Position((1, 2), 0).run(in_hook) == [1, 1]
 
@@ -433,16 +424,14 @@ def late(position: Position, mesh: PositionMesh) -> tuple[str, float]:
     return "none", 0.0
 
 
-def test_an_abort_ends_a_sum_of_members_that_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_abort_ends_a_sum_of_members_that_is_under_way(tmp_path, monkeypatch):
     monkeypatch.setenv("MEETING", str(tmp_path))
     found = Position((1, 2), 0).run(communicating)
     assert 0 <= found[0][0] < 1.0
     assert all(error < 1e-12 for _, error in found)
 
 
-def test_a_sibling_that_is_lost_in_a_backward_is_a_communication_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sibling_that_is_lost_in_a_backward_is_a_communication_error(tmp_path, monkeypatch):
     monkeypatch.setenv("MEETING", str(tmp_path))
     (name, seconds), _ = Position((1, 2), 0).run(late)
     assert name == "CommunicationError"

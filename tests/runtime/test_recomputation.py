@@ -1,11 +1,9 @@
 """A forward that is computed again for its backward: the same bits, and between both runs only the input is kept."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import lightning as L
 import pytest
@@ -91,9 +89,7 @@ def trained(recomputed: Sequence[int], *, split_backward: bool, autocast: bool =
 @pytest.mark.parametrize("autocast", [False, True], ids=["float64", "autocast"])
 @pytest.mark.parametrize("split_backward", [False, True], ids=["fused", "split"])
 @pytest.mark.parametrize("recomputed", [(0,), (1,), (0, 1)], ids=str)
-def test_losses_gradients_and_buffers_have_the_bits_of_those_without(
-    recomputed: tuple[int, ...], split_backward: bool, autocast: bool
-) -> None:
+def test_losses_gradients_and_buffers_have_the_bits_of_those_without(recomputed, split_backward, autocast):
     """With dropout, running statistics, spectral norm, layers that write into their input, and several tensors."""
     expected = trained((), split_backward=False, autocast=autocast)
     assert {"0 6.norm.running_mean", "0 6.linear.parametrizations.weight.0._u"} <= expected.keys()
@@ -129,10 +125,10 @@ class Saving(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return cast("Tensor", Save.apply(self.linear(x)))
+        return Save.apply(self.linear(x))
 
 
-def test_nothing_that_autograd_saves_lives_between_f_and_r() -> None:
+def test_nothing_that_autograd_saves_lives_between_f_and_r():
     gc.collect()
     before = Save.alive
     stage = Stage([Saving(), Saving()], 0, SEED, CPU)
@@ -148,7 +144,7 @@ def test_nothing_that_autograd_saves_lives_between_f_and_r() -> None:
     stage.clear()
 
 
-def test_a_stage_that_trains_nothing_passes_its_input_on_twice() -> None:
+def test_a_stage_that_trains_nothing_passes_its_input_on_twice():
     stage = Stage([nn.Dropout(0.5)], 0, SEED, CPU)
     first = stage.forward(STEP, 0, torch.ones(50), split_backward=False, recomputed=True)
     assert isinstance(first, Tensor)
@@ -157,7 +153,7 @@ def test_a_stage_that_trains_nothing_passes_its_input_on_twice() -> None:
     assert stage.backward(0, (None,)) is None
 
 
-def test_the_generator_of_the_process_is_left_alone() -> None:
+def test_the_generator_of_the_process_is_left_alone():
     stage = Stage([nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)], 0, SEED, CPU)
     stage.forward(STEP, 0, torch.ones(2, WIDTH), split_backward=False, recomputed=True)
     with generator_left_alone():

@@ -51,7 +51,7 @@ def at_once(*calls: Callable[[], Any]) -> list[Any]:
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64], ids=str)
-def test_everybody_gets_the_same_bits_in_every_sum(size: int, dtype: torch.dtype) -> None:
+def test_everybody_gets_the_same_bits_in_every_sum(size, dtype):
     meshes, _ = mesh_of(size)
     for numel in (1, 0, 66, 20_000, 66):  # the longest is more than a connection holds
         parts = [torch.randn(numel, dtype=torch.float64).mul(1e3 ** (rank - 1)).to(dtype) for rank in range(size)]
@@ -63,7 +63,7 @@ def test_everybody_gets_the_same_bits_in_every_sum(size: int, dtype: torch.dtype
         assert all(torch.equal(total, expected) for total in sums)
 
 
-def test_negative_zeros_stay_what_they_are() -> None:
+def test_negative_zeros_stay_what_they_are():
     """They say that no micro-batch has used a parameter."""
     meshes, _ = mesh_of(3)
     parts = [torch.tensor([-0.0, 0.0 if rank == 1 else -0.0]) for rank in range(3)]
@@ -71,14 +71,14 @@ def test_negative_zeros_stay_what_they_are() -> None:
     assert all(torch.signbit(part).tolist() == [True, False] for part in parts)
 
 
-def test_whether_a_tensor_is_small_does_not_depend_on_the_worker() -> None:
+def test_whether_a_tensor_is_small_does_not_depend_on_the_worker():
     meshes, _ = mesh_of(3)
     assert {mesh.takes(torch.empty(10)) for mesh in meshes} == {True}
     assert {mesh.takes(torch.empty(10_000_000)) for mesh in meshes} == {False}
 
 
 @pytest.mark.parametrize("arrives", [0, 5, 300], ids=["nothing", "a part of the header", "a part of the numbers"])
-def test_an_end_of_a_connection_ends_a_sum_and_leaves_the_tensor_alone(arrives: int) -> None:
+def test_an_end_of_a_connection_ends_a_sum_and_leaves_the_tensor_alone(arrives):
     meshes, ends = mesh_of(3)
     tensor = torch.ones(200)
 
@@ -93,7 +93,7 @@ def test_an_end_of_a_connection_ends_a_sum_and_leaves_the_tensor_alone(arrives: 
 
 
 @pytest.mark.parametrize("peer", [1, 2])
-def test_a_peer_that_is_gone_is_noticed_whichever_is_waited_for(peer: int) -> None:
+def test_a_peer_that_is_gone_is_noticed_whichever_is_waited_for(peer):
     meshes, ends = mesh_of(3)
 
     def end() -> None:
@@ -104,14 +104,14 @@ def test_a_peer_that_is_gone_is_noticed_whichever_is_waited_for(peer: int) -> No
     assert isinstance(error, ConnectionError)
 
 
-def test_a_sum_without_progress_fails() -> None:
+def test_a_sum_without_progress_fails():
     meshes, _ = mesh_of(2, timeout=0.05)
     with pytest.raises(TimeoutError, match=r"0\.05 s"):
         meshes[0].sum(torch.ones(2))
 
 
 @pytest.mark.parametrize("header", [(1, 8), (0, 4)], ids=["another sum", "another size"])
-def test_parts_that_do_not_belong_together_are_an_error(header: tuple[int, int]) -> None:
+def test_parts_that_do_not_belong_together_are_an_error(header):
     meshes, ends = mesh_of(2)
     ends[1, 0].send(_HEADER.pack(*header, 0) + struct.pack("=2f", 1, 1))
     tensor = torch.ones(2)
@@ -121,7 +121,7 @@ def test_parts_that_do_not_belong_together_are_an_error(header: tuple[int, int])
 
 
 @pytest.mark.parametrize("place", [_HEADER.size, 17], ids=["a number", "the sum in the header"])
-def test_a_part_that_changes_on_its_way_is_an_error(place: int) -> None:
+def test_a_part_that_changes_on_its_way_is_an_error(place):
     meshes, ends = mesh_of(2)
     message = bytearray(_HEADER.pack(0, 8, sum_of_bytes(struct.pack("=2f", 1, 1))) + struct.pack("=2f", 1, 1))
     message[place] ^= 4

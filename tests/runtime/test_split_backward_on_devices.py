@@ -1,7 +1,5 @@
 """The split backward has the bits of the fused one on a device too; on the processor these tests run everywhere."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -79,7 +77,7 @@ def tf32() -> Iterator[None]:
 
 @pytest.mark.parametrize("precision", [None, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("device", DEVICES)
-def test_split_and_fused_have_the_same_bits(device: str, precision: torch.dtype | None) -> None:
+def test_split_and_fused_have_the_same_bits(device, precision):
     with sdpa_kernel(SDPBackend.MATH):  # the other kernels add in whatever order their blocks end
         for dtype in (torch.float32, torch.float64) if precision is None else (torch.float32,):
             expected, _ = gradients(device, dtype, precision, split_backward=False)
@@ -89,7 +87,7 @@ def test_split_and_fused_have_the_same_bits(device: str, precision: torch.dtype 
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_they_have_the_same_bits_with_tf32(device: str, tf32: None) -> None:
+def test_they_have_the_same_bits_with_tf32(device, tf32):
     with sdpa_kernel(SDPBackend.MATH):
         expected, _ = gradients(device, torch.float32, None, split_backward=False)
         actual, _ = gradients(device, torch.float32, None, split_backward=True)
@@ -97,7 +95,7 @@ def test_they_have_the_same_bits_with_tf32(device: str, tf32: None) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_with_the_kernels_that_torch_chooses_the_weights_of_attention_wait(device: str) -> None:
+def test_with_the_kernels_that_torch_chooses_the_weights_of_attention_wait(device):
     """Flash attention, on a device that has it."""
     _, waited = gradients(device, torch.float32, torch.bfloat16, split_backward=True)
     assert {"packed.weight", "output.weight", "up.weight", "down.weight"} <= waited
@@ -112,7 +110,7 @@ def busy(device: torch.device) -> Tensor:
 
 
 @pytest.mark.gpu
-def test_the_host_does_not_wait_for_an_operation_that_it_measures() -> None:
+def test_the_host_does_not_wait_for_an_operation_that_it_measures():
     device, timings = torch.device("cuda"), Timings(torch.device("cuda"))
     busy(device)
     torch.cuda.synchronize()
@@ -126,7 +124,7 @@ def test_the_host_does_not_wait_for_an_operation_that_it_measures() -> None:
 
 
 @pytest.mark.gpu
-def test_what_a_microbatch_holds_is_what_the_allocator_gave_out() -> None:
+def test_what_a_microbatch_holds_is_what_the_allocator_gave_out():
     device = torch.device("cuda")
     layers = [nn.Linear(1024, 1024, device=device) for _ in range(4)]
     stage = Stage(layers, 1, 0, device)
@@ -141,14 +139,13 @@ def test_what_a_microbatch_holds_is_what_the_allocator_gave_out() -> None:
             stage.backward_input(0, (torch.ones(4096, 1024, device=device),))
         stage.backward_weight(0)
     found = meter.footprint()
-    assert found is not None
     each = 4096 * 1024 * 4
     assert 5 * each <= found.after_forward <= 6 * each, "the input and four outputs"
     assert found.overhead >= 0
 
 
 @pytest.mark.gpu
-def test_a_queue_holds_tensors_of_the_device() -> None:
+def test_a_queue_holds_tensors_of_the_device():
     layer, queue = nn.Linear(WIDTH, WIDTH, device="cuda"), WeightGradQueue()
     with intercept_linear():
         output = layer(torch.randn(4, WIDTH, device="cuda"))

@@ -7,7 +7,7 @@ from torch import nn
 from lightning_recycle.runtime.stage_bundle import Shadow
 
 
-def test_a_stage_that_is_ahead_computes_with_the_parameters_of_the_version_before_and_goes_on_with_the_new() -> None:
+def test_a_stage_that_is_ahead_computes_with_the_parameters_of_the_version_before_and_goes_on_with_the_new():
     torch.manual_seed(0)
     layer, x = nn.Linear(3, 2), torch.randn(4, 3)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
@@ -27,7 +27,7 @@ def test_a_stage_that_is_ahead_computes_with_the_parameters_of_the_version_befor
     assert not torch.equal(expected[0], expected[1])
 
 
-def test_the_new_parameters_come_back_when_the_redo_is_interrupted() -> None:
+def test_the_new_parameters_come_back_when_the_redo_is_interrupted():
     layer = nn.Linear(1, 1, bias=False)
     shadow = Shadow(list(layer.parameters()))
     with torch.no_grad():
@@ -42,7 +42,7 @@ def test_the_new_parameters_come_back_when_the_redo_is_interrupted() -> None:
     assert layer.weight.item() == 5.0
 
 
-def test_parameters_stay_the_objects_that_the_optimizer_knows() -> None:
+def test_parameters_stay_the_objects_that_the_optimizer_knows():
     layer = nn.Linear(1, 1)
     known = list(layer.parameters())
     shadow = Shadow(known)

@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def pinned(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+def pinned(monkeypatch) -> list[bool]:
     """Whether each new tensor was to be pinned."""
     asked: list[bool] = []
     real = torch.empty
@@ -26,21 +26,21 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return asked
 
 
-def test_memory_is_pinned_for_a_device_and_not_for_a_cpu(pinned: list[bool]) -> None:
+def test_memory_is_pinned_for_a_device_and_not_for_a_cpu(pinned):
     for device in (CUDA, CPU):
         tensor = HostMemory(device).empty((3, 2), torch.float64)
         assert (tensor.shape, tensor.dtype) == ((3, 2), torch.float64)
     assert pinned == [True, False]
 
 
-def test_what_is_on_the_host_is_not_copied(pinned: list[bool]) -> None:
+def test_what_is_on_the_host_is_not_copied(pinned):
     tensor = torch.arange(6)
     assert HostMemory(CPU).staged(tensor) is tensor
     assert HostMemory(CPU).on_device(tensor, is_reused=True) is tensor
     assert not pinned
 
 
-def test_what_is_not_is_copied_to_pinned_memory(pinned: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_is_copied_to_pinned_memory(pinned, monkeypatch):
     copied: list[Any] = []
     monkeypatch.setattr(Tensor, "copy_", lambda *both: copied.append(both))
     tensor = torch.ones(2, 3, device="meta", dtype=torch.int32)
@@ -51,9 +51,7 @@ def test_what_is_not_is_copied_to_pinned_memory(pinned: list[bool], monkeypatch:
     assert [tuple(map(id, both)) for both in copied] == [(id(copy), id(tensor))]
 
 
-def test_a_copy_to_the_device_is_waited_for_only_if_its_memory_is_written_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_copy_to_the_device_is_waited_for_only_if_its_memory_is_written_again(monkeypatch):
     waited: list[bool] = []
 
     def to(tensor: Tensor, device: torch.device, non_blocking: bool) -> Tensor:

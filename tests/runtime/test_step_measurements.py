@@ -3,7 +3,6 @@
 import itertools
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,14 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_recycle.devices import (
-    free_bytes,
-    machine_bytes,
-    peak_bytes,
-    process_bytes,
-    reset_peak,
-    storage_bytes,
-)
+from lightning_recycle.devices import free_bytes, machine_bytes, peak_bytes, process_bytes, reset_peak, storage_bytes
 from lightning_recycle.planning.grid import Microbatch, Op, OpKind
 from lightning_recycle.planning.program import Task
 from lightning_recycle.planning.split_backward import SplitTrial
@@ -35,7 +27,7 @@ VALUE = WIDTH * BATCH * 4  # bytes of a (batch, width) tensor
 
 class Checkpointed(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
+        return checkpoint(super().forward, x, use_reentrant=False)
 
 
 def measured(*layers: nn.Module) -> tuple[int, int]:
@@ -53,27 +45,22 @@ def measured(*layers: nn.Module) -> tuple[int, int]:
             stage.backward_input(0, torch.randn(BATCH, WIDTH))
         stage.backward_weight(0)
     footprint = meter.footprint()
-    assert footprint is not None
     assert footprint.fixed == sum(p.nbytes for layer in layers for p in layer.parameters())
     assert footprint.checkpoint == VALUE
     return footprint.after_forward, footprint.after_backward
 
 
-@pytest.mark.parametrize(
-    ("layers", "forward", "backward"),
-    [
-        ((nn.Linear(WIDTH, WIDTH),), 1, 2),  # its input; and the gradient of its output
-        ((nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), 2, 4),
-        ((nn.Tanh(),), 1, 0),  # its output; no W
-        ((Checkpointed(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)),), 1, 4),
-    ],
-    ids=["linear", "two", "tanh", "checkpointed"],
-)
-def test_bytes_after_each_operation(layers: tuple[nn.Module, ...], forward: int, backward: int) -> None:
+@pytest.mark.parametrize(("layers", "forward", "backward"), [
+    ((nn.Linear(WIDTH, WIDTH),), 1, 2),  # its input; and the gradient of its output
+    ((nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), 2, 4),
+    ((nn.Tanh(),), 1, 0),  # its output; no W
+    ((Checkpointed(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)),), 1, 4),
+], ids=["linear", "two", "tanh", "checkpointed"])  # fmt: skip
+def test_bytes_after_each_operation(layers, forward, backward):
     assert measured(*layers) == (forward * VALUE, backward * VALUE)
 
 
-def test_a_graph_that_is_dropped_in_the_measured_step_leaves_nothing() -> None:
+def test_a_graph_that_is_dropped_in_the_measured_step_leaves_nothing():
     """A failure ends a step anywhere; a hook that returned the tensor itself kept it forever."""
     meter = FirstSteps(CPU, list)
     meter.begin(0, ())
@@ -85,7 +72,7 @@ def test_a_graph_that_is_dropped_in_the_measured_step_leaves_nothing() -> None:
     assert process_bytes(CPU) - before < 40 << 20
 
 
-def test_second_derivatives_are_right_in_the_measured_step() -> None:
+def test_second_derivatives_are_right_in_the_measured_step():
     layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1), nn.Sigmoid())
     value = torch.randn(BATCH, WIDTH, requires_grad=True)
 
@@ -105,25 +92,20 @@ def test_second_derivatives_are_right_in_the_measured_step() -> None:
         assert torch.equal(plain, hooked)
 
 
-def test_storages_count_once_and_without_those_excluded() -> None:
+def test_storages_count_once_and_without_those_excluded():
     base = torch.zeros(100, dtype=torch.uint8)
     assert storage_bytes([base, base[:10], base.view(10, 10)]) == 100
     assert storage_bytes([base], {base.untyped_storage().data_ptr()}) == 0
 
 
-@pytest.mark.parametrize(
-    ("membership", "files", "limit"),
-    [
-        ("0::/job/task\n", {"job/memory.max": "1000000", "job/task/memory.max": "max"}, 1_000_000),
-        ("0::/outside\n", {"memory.max": "2000000"}, 2_000_000),  # a container sees its own group as the root
-        ("4:cpu:/x\n7:memory:/job\n", {"memory/job/memory.limit_in_bytes": "3000000"}, 3_000_000),
-        ("4:cpu:/x\n", {}, None),
-        ("0::/job\n", {"job/memory.max": "max"}, None),
-    ],
-)
-def test_the_limit_of_a_container_or_job_counts(
-    membership: str, files: dict[str, str], limit: int | None, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("membership", "files", "limit"), [
+    ("0::/job/task\n", {"job/memory.max": "1000000", "job/task/memory.max": "max"}, 1_000_000),
+    ("0::/outside\n", {"memory.max": "2000000"}, 2_000_000),  # a container sees its own group as the root
+    ("4:cpu:/x\n7:memory:/job\n", {"memory/job/memory.limit_in_bytes": "3000000"}, 3_000_000),
+    ("4:cpu:/x\n", {}, None),
+    ("0::/job\n", {"job/memory.max": "max"}, None),
+])  # fmt: skip
+def test_the_limit_of_a_container_or_job_counts(membership, files, limit, tmp_path):
     (tmp_path / "membership").write_text(membership)
     for name, text in files.items():
         path = tmp_path / "cgroup" / name
@@ -135,16 +117,11 @@ def test_the_limit_of_a_container_or_job_counts(
     assert found == (whole if limit is None else limit)
 
 
-@pytest.mark.parametrize(
-    ("membership", "folder", "names"),
-    [
-        ("0::/job\n", "job", ("memory.max", "memory.current", "inactive_file")),
-        ("7:memory:/job\n", "memory/job", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
-    ],
-)
-def test_what_a_container_or_job_uses_is_not_free(
-    membership: str, folder: str, names: tuple[str, str, str], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("membership", "folder", "names"), [
+    ("0::/job\n", "job", ("memory.max", "memory.current", "inactive_file")),
+    ("7:memory:/job\n", "memory/job", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
+])  # fmt: skip
+def test_what_a_container_or_job_uses_is_not_free(membership, folder, names, tmp_path):
     limit, used, files = names
     (tmp_path / "membership").write_text(membership)
     (tmp_path / folder).mkdir(parents=True)
@@ -154,7 +131,7 @@ def test_what_a_container_or_job_uses_is_not_free(
     assert free_bytes(0, tmp_path, tmp_path / "membership") == 500_000
 
 
-def test_what_a_process_has_held_before_it_trains_is_free_again() -> None:
+def test_what_a_process_has_held_before_it_trains_is_free_again():
     cpu = torch.device("cpu")
     reset_peak(cpu)
     held = torch.ones(64 << 20, dtype=torch.uint8)
@@ -181,7 +158,7 @@ class Allocator:
 
 
 @pytest.fixture
-def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
+def allocator(monkeypatch) -> Allocator:
     found = Allocator()
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *_: found.allocated)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: found.peak)
@@ -210,7 +187,7 @@ def on_device(allocator: Allocator, step: int, meter: FirstSteps) -> None:
         allocator.take(-2_500 - 400)
 
 
-def test_on_a_device_the_allocator_tells_what_is_held_and_what_is_taken_meanwhile(allocator: Allocator) -> None:
+def test_on_a_device_the_allocator_tells_what_is_held_and_what_is_taken_meanwhile(allocator):
     parameters = [torch.zeros(100)]
     meter = FirstSteps(torch.device("cuda", 0), lambda: parameters)
     for step in range(2):
@@ -219,7 +196,6 @@ def test_on_a_device_the_allocator_tells_what_is_held_and_what_is_taken_meanwhil
         allocator.take(-50_000)
         on_device(allocator, step, meter)
     found = meter.footprint()
-    assert found is not None
     assert (found.after_forward, found.after_backward, found.checkpoint) == (4_000, 400, 1_000)
     assert found.temporary == 2_500
     assert (found.capacity, found.overhead, found.fixed, found.messages) == (10_000_000, 999_600, 400, 0)
@@ -227,7 +203,7 @@ def test_on_a_device_the_allocator_tells_what_is_held_and_what_is_taken_meanwhil
     assert peak_bytes(torch.device("cuda", 0)) == 50_000, "it has reset the allocator's, and remembers it"
 
 
-def test_the_peak_of_a_process_on_a_cpu_is_its_resident_memory() -> None:
+def test_the_peak_of_a_process_on_a_cpu_is_its_resident_memory():
     before = peak_bytes(CPU)
     assert before > 10_000_000
     value = torch.ones(before // 4)  # so much more, in float32
@@ -235,7 +211,7 @@ def test_the_peak_of_a_process_on_a_cpu_is_its_resident_memory() -> None:
     del value
 
 
-def test_an_operation_that_fails_counts_for_nothing(allocator: Allocator) -> None:
+def test_an_operation_that_fails_counts_for_nothing(allocator):
     meter = FirstSteps(torch.device("cuda", 0), list)
 
     def fail() -> None:
@@ -247,9 +223,7 @@ def test_an_operation_that_fails_counts_for_nothing(allocator: Allocator) -> Non
         meter.begin(step, ())
         with pytest.raises(KeyError):
             fail()
-    found = meter.footprint()
-    assert found is not None
-    assert found.temporary == 0
+    assert meter.footprint().temporary == 0
 
 
 # ---------------------------------------------------------------------- the trial of a split backward
@@ -285,14 +259,14 @@ def until_done(trials: FirstSteps, count: int, seconds: float = 0.0) -> SplitTri
     raise AssertionError("the trial does not end")
 
 
-def test_every_other_micro_batch_is_split_after_two_steps() -> None:
+def test_every_other_micro_batch_is_split_after_two_steps():
     trials = FirstSteps(CPU, None, tries_splitting=True)
     split = [run(trials, step, 3) for step in range(4)]
     assert split == [[False] * 3, [False] * 3, [True, False, True], [False, True, False]]
     assert trials.trial() is None, "it is not over"
 
 
-def test_a_step_that_runs_again_and_a_part_of_one_count_once() -> None:
+def test_a_step_that_runs_again_and_a_part_of_one_count_once():
     trials = FirstSteps(CPU, None, tries_splitting=True)
     for _ in range(3):
         run(trials, 0, 2)
@@ -303,14 +277,14 @@ def test_a_step_that_runs_again_and_a_part_of_one_count_once() -> None:
 
 
 @pytest.mark.parametrize("flags", [{"split_backward": True}, {"recomputed": True}])
-def test_what_the_plan_splits_or_computes_again_is_not_tried(flags: dict[str, bool]) -> None:
+def test_what_the_plan_splits_or_computes_again_is_not_tried(flags):
     trials = FirstSteps(CPU, None, tries_splitting=True)
     assert not any(any(run(trials, step, 2, **flags)) for step in range(8))
     assert trials.trial() is None
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_both_are_measured_however_many_micro_batches_there_are(count: int) -> None:
+def test_both_are_measured_however_many_micro_batches_there_are(count):
     result = until_done(FirstSteps(CPU, None, tries_splitting=True), count, seconds=0.002)
     assert result.busy_fused == pytest.approx(0.004, rel=0.5)
     assert result.busy_split == pytest.approx(0.010, rel=0.5)
@@ -318,7 +292,7 @@ def test_both_are_measured_however_many_micro_batches_there_are(count: int) -> N
     assert result.processors >= 0.1
 
 
-def test_what_sleeps_takes_time_and_keeps_nobody_busy() -> None:
+def test_what_sleeps_takes_time_and_keeps_nobody_busy():
     trials = FirstSteps(CPU, None, tries_splitting=True)
     for step in range(6):
         trials.begin(step, program(2))
@@ -327,12 +301,11 @@ def test_what_sleeps_takes_time_and_keeps_nobody_busy() -> None:
                 with trials.part(kind, index, NO_STAGE):
                     time.sleep(0.005)
     result = trials.trial()
-    assert result is not None
     assert min(*result.fused, *result.split) > 0.004
     assert result.busy_split < 0.005
 
 
-def test_waiting_between_two_clocks_is_not_taken_from_an_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_between_two_clocks_is_not_taken_from_an_operation(monkeypatch):
     """The thread may lose its core after one clock was read and before the other, again and again."""
     hours = itertools.count(start=0.0, step=3600.0)
     monkeypatch.setattr("lightning_recycle.runtime.step_measurements._seconds_waited", lambda: next(hours))
@@ -340,7 +313,7 @@ def test_waiting_between_two_clocks_is_not_taken_from_an_operation(monkeypatch: 
     assert result.fused + result.split == pytest.approx((0.002, 0.002, 0.002, 0.004, 0.004), rel=0.5)
 
 
-def test_a_control_group_may_pay_for_less_than_the_cores_there_are(tmp_path: Path) -> None:
+def test_a_control_group_may_pay_for_less_than_the_cores_there_are(tmp_path):
     quota = tmp_path / "cpu.max"
     place, cores = processors_of(CPU, quota)
     quota.write_text("max 100000\n")

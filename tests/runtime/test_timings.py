@@ -45,7 +45,7 @@ class Event:
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+def device(monkeypatch) -> Device:
     found = Device()
 
     def event(enable_timing: bool) -> Event:
@@ -60,7 +60,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return found
 
 
-def test_the_host_prepares_the_next_operation_while_the_device_computes(device: Device) -> None:
+def test_the_host_prepares_the_next_operation_while_the_device_computes(device):
     timings = Timings(CUDA)
     for kind, milliseconds in ((OpKind.FORWARD, 20.0), (OpKind.FORWARD, 40.0), (OpKind.BACKWARD, 60.0)):
         with timings.of[kind]:
@@ -74,7 +74,7 @@ def test_the_host_prepares_the_next_operation_while_the_device_computes(device: 
     assert not device.waited
 
 
-def test_a_worker_that_is_about_to_wait_for_others_has_no_work_of_its_own_left(device: Device) -> None:
+def test_a_worker_that_is_about_to_wait_for_others_has_no_work_of_its_own_left(device):
     timings, progress = Timings(CUDA), []
     for _ in range(3):
         with timings.of[OpKind.FORWARD]:
@@ -86,7 +86,7 @@ def test_a_worker_that_is_about_to_wait_for_others_has_no_work_of_its_own_left(d
     assert timings.take_step() == pytest.approx({"F": 0.01})
 
 
-def test_events_are_used_again(device: Device) -> None:
+def test_events_are_used_again(device):
     timings = Timings(CUDA)
     for _ in range(10):
         with timings.of[OpKind.FORWARD]:
@@ -95,7 +95,7 @@ def test_events_are_used_again(device: Device) -> None:
     assert device.events == 2
 
 
-def test_an_operation_that_raised_does_not_count(device: Device) -> None:
+def test_an_operation_that_raised_does_not_count(device):
     timings = Timings(CUDA)
     with pytest.raises(KeyError), timings.of[OpKind.FORWARD]:
         raise KeyError
@@ -103,7 +103,7 @@ def test_an_operation_that_raised_does_not_count(device: Device) -> None:
     assert timings.take_step() == {}
 
 
-def test_on_a_cpu_an_operation_takes_what_the_clock_says() -> None:
+def test_on_a_cpu_an_operation_takes_what_the_clock_says():
     timings = Timings(torch.device("cpu"))
     timings.stretch = lambda seconds: None
     with timings.of[OpKind.FORWARD]:

@@ -1,7 +1,5 @@
 """Workers that exchange payloads by the imitated NCCL, as threads of this process."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time

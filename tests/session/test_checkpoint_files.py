@@ -103,9 +103,7 @@ def snapshots() -> Iterator[Snapshots]:
 
 
 @BOTH
-def test_at_each_moment_of_replacing_a_checkpoint_last_is_a_whole_one(
-    sharded: bool, snapshots: Snapshots, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_at_each_moment_of_replacing_a_checkpoint_last_is_a_whole_one(sharded, snapshots, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", "/dev/shm")  # not the file system of the checkpoint, on most machines
     monkeypatch.setattr("tempfile.tempdir", None)
     source, copies = tmp_path / "checkpoints", tmp_path / "copies"
@@ -145,16 +143,11 @@ def spoil(path: Path, how: str) -> None:
         (path / "meta.pt").unlink()
 
 
-@pytest.mark.parametrize(
-    ("sharded", "how"),
-    [
-        *((sharded, how) for sharded in (False, True) for how in ("cut", "overwritten", "zeros", "empty")),
-        (True, "a file is missing"),
-    ],
-)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
-    sharded: bool, how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize(("sharded", "how"), [
+    *((sharded, how) for sharded in (False, True) for how in ("cut", "overwritten", "zeros", "empty")),
+    (True, "a file is missing"),
+])  # fmt: skip
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(sharded, how, tmp_path, caplog):
     for step, name in enumerate(("step=1.ckpt", "last.ckpt", "last-v1.ckpt"), 1):
         save(tmp_path / name, step, sharded)
         os.utime(tmp_path / name, (step, step))
@@ -170,7 +163,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
         chosen(tmp_path, tmp_path / "last-v1.ckpt")
     history = [SimpleNamespace(kind="saved", details={"path": str(tmp_path / name)}) for name in
                ("step=1.ckpt", "gone.ckpt", "last-v1.ckpt")]  # fmt: skip
-    assert newest_saved(history, WholeCheckpointIO()) == str(tmp_path / "step=1.ckpt")  # type: ignore[arg-type]
+    assert newest_saved(history, WholeCheckpointIO()) == str(tmp_path / "step=1.ckpt")
     spoil(tmp_path / "last.ckpt", how)
     assert chosen(tmp_path) == tmp_path / "step=1.ckpt"
     spoil(tmp_path / "step=1.ckpt", how)
@@ -178,7 +171,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
         chosen(tmp_path)
 
 
-def test_a_restart_takes_a_whole_step_and_no_older_file_under_the_name_of_one_that_was_begun(tmp_path: Path) -> None:
+def test_a_restart_takes_a_whole_step_and_no_older_file_under_the_name_of_one_that_was_begun(tmp_path):
     for name, step in {"old": 4, "own": 6, "begun": 2}.items():
         WholeCheckpointIO().save_checkpoint({"lightning_recycle": {"step": step}}, tmp_path / name)
     events = [
@@ -204,13 +197,13 @@ def test_a_restart_takes_a_whole_step_and_no_older_file_under_the_name_of_one_th
     assert newest(3) == "own"
 
 
-def test_a_last_link_to_nothing_is_named_and_the_newest_beside_it_is_taken(tmp_path: Path) -> None:
+def test_a_last_link_to_nothing_is_named_and_the_newest_beside_it_is_taken(tmp_path):
     save(tmp_path / "step=1.ckpt", 1, False)
     (tmp_path / "last.ckpt").symlink_to("step=0.ckpt")
     assert chosen(tmp_path) == tmp_path / "step=1.ckpt"
 
 
-def test_without_a_last_checkpoint_a_run_starts_from_the_beginning(tmp_path: Path) -> None:
+def test_without_a_last_checkpoint_a_run_starts_from_the_beginning(tmp_path):
     save(tmp_path / "step=1.ckpt", 1, False)
     with pytest.warns(UserWarning, match="no last checkpoint"):
         assert chosen(tmp_path) is None
@@ -218,7 +211,7 @@ def test_without_a_last_checkpoint_a_run_starts_from_the_beginning(tmp_path: Pat
     assert chosen(tmp_path, tmp_path / "step=1.ckpt") == tmp_path / "step=1.ckpt"
 
 
-def test_a_damaged_checkpoint_of_slurm_gives_way_to_the_one_before(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_of_slurm_gives_way_to_the_one_before(tmp_path):
     for step in (9, 10):
         save(tmp_path / f"hpc_ckpt_{step}.ckpt", step, False)
     save(tmp_path / "other.ckpt", 11, False)
@@ -226,7 +219,7 @@ def test_a_damaged_checkpoint_of_slurm_gives_way_to_the_one_before(tmp_path: Pat
     assert chosen(tmp_path, "hpc") == tmp_path / "hpc_ckpt_9.ckpt"
 
 
-def test_files_without_checksums_and_folders_without_a_manifest_are_taken(tmp_path: Path) -> None:
+def test_files_without_checksums_and_folders_without_a_manifest_are_taken(tmp_path):
     torch.save({"w": torch.ones(100)}, tmp_path / "old.ckpt", _use_new_zipfile_serialization=False)
     assert damage(tmp_path / "old.ckpt") is None
     chosen_before = torch.serialization.get_crc32_options()
@@ -250,7 +243,7 @@ def test_files_without_checksums_and_folders_without_a_manifest_are_taken(tmp_pa
 
 
 @pytest.mark.parametrize("content", [{"a": 1}, {"state_dict": {}}, [1], torch.ones(1)])
-def test_a_file_that_no_trainer_wrote_is_refused_with_the_way_to_load_weights(content: Any, tmp_path: Path) -> None:
+def test_a_file_that_no_trainer_wrote_is_refused_with_the_way_to_load_weights(content, tmp_path):
     path = tmp_path / "weights.pt"
     torch.save(content, path)
     words = r"pt' is no checkpoint of Lightning: it has no 'pytorch-lightning_version'.* model\.load_state_dict"
@@ -261,7 +254,7 @@ def test_a_file_that_no_trainer_wrote_is_refused_with_the_way_to_load_weights(co
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_a_folder_that_is_no_checkpoint_is_refused_with_the_newest_one_in_it(kept: bool, tmp_path: Path) -> None:
+def test_a_folder_that_is_no_checkpoint_is_refused_with_the_newest_one_in_it(kept, tmp_path):
     if kept:
         save(tmp_path / "5.ckpt", 5, False)
     with pytest.raises(CheckpointError) as caught:
@@ -272,7 +265,7 @@ def test_a_folder_that_is_no_checkpoint_is_refused_with_the_newest_one_in_it(kep
 
 
 @pytest.mark.parametrize("kept", [[], [3, 5]])
-def test_a_missing_checkpoint_is_refused_with_the_newest_one_of_its_folder(kept: list[int], tmp_path: Path) -> None:
+def test_a_missing_checkpoint_is_refused_with_the_newest_one_of_its_folder(kept, tmp_path):
     for step in kept:
         save(tmp_path / f"{step}.ckpt", step, False)
         os.utime(tmp_path / f"{step}.ckpt", (step, step))
@@ -283,12 +276,12 @@ def test_a_missing_checkpoint_is_refused_with_the_newest_one_of_its_folder(kept:
     assert str(caught.value) == text
 
 
-def test_a_missing_checkpoint_elsewhere_is_refused() -> None:
+def test_a_missing_checkpoint_elsewhere_is_refused():
     with pytest.raises(CheckpointError, match=r"'memory://run/nope\.ckpt': there is no such file or folder\.$"):
         chosen(Path(), "memory://run/nope.ckpt")
 
 
-def test_checkpoints_elsewhere_go_lightnings_way() -> None:
+def test_checkpoints_elsewhere_go_lightnings_way():
     io = WholeCheckpointIO()
     io.save_checkpoint({"global_step": 3}, "memory://run/last.ckpt")
     assert io.load_checkpoint("memory://run/last.ckpt") == {"global_step": 3}
@@ -297,7 +290,7 @@ def test_checkpoints_elsewhere_go_lightnings_way() -> None:
         io.load_checkpoint("memory://run/last.ckpt")
 
 
-def test_a_checkpoint_is_completed_where_no_state_of_an_optimizer_was_read() -> None:
+def test_a_checkpoint_is_completed_where_no_state_of_an_optimizer_was_read():
     """As in a worker that joins, which reads none of a folder: its peer has a newer one."""
     completion = {"trainer": {"loops": "new"}, "lr_schedulers": [], "callbacks": {}, "weights": {"w": 2, "other": 3}}
     completion["param_groups"] = [[{"lr": 0.5}]]

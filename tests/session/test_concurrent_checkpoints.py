@@ -1,7 +1,6 @@
 """Copies for checkpoints that are written in the background, and how the outcome of batches is agreed on."""
 
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,24 +10,14 @@ import torch
 from lightning_recycle.control.client import Interrupted
 from lightning_recycle.control.protocol.messages import SaveFailure, SaveStatus
 from lightning_recycle.planning.grid import Grid, Positions
-from lightning_recycle.session.concurrent_checkpoints import (
-    CheckpointBatch,
-    CheckpointBatches,
-    GivenUp,
-    HolderGroup,
-    SaveRequest,
-    StateCopies,
-)
+from lightning_recycle.session import concurrent_checkpoints
 from lightning_recycle.session.configuration import CheckpointOptions, Options
 
 
-def state_of(weight: torch.Tensor) -> dict[str, Any]:
-    return {"weight": weight, "tied": weight.detach(), "groups": [{"lr": 0.1, "betas": (0.9, 0.999)}]}
-
-
-def test_a_copy_keeps_the_values_and_what_is_tied() -> None:
+def test_a_copy_keeps_the_values_and_what_is_tied():
     weight = torch.nn.Parameter(torch.ones(3))
-    copy = StateCopies().take(state_of(weight))
+    groups = [{"lr": 0.1, "betas": (0.9, 0.999)}]
+    copy = concurrent_checkpoints.StateCopies().take({"weight": weight, "tied": weight.detach(), "groups": groups})
     with torch.no_grad():
         weight.zero_()
     assert copy["weight"].tolist() == [1.0, 1.0, 1.0]
@@ -37,8 +26,8 @@ def test_a_copy_keeps_the_values_and_what_is_tied() -> None:
     assert copy["groups"] == [{"lr": 0.1, "betas": (0.9, 0.999)}]
 
 
-def test_a_tensor_is_copied_once_until_it_is_written() -> None:
-    weight, copies = torch.ones(3), StateCopies()
+def test_a_tensor_is_copied_once_until_it_is_written():
+    weight, copies = torch.ones(3), concurrent_checkpoints.StateCopies()
     first = copies.take({"weight": weight})["weight"]
     assert copies.take({"weight": weight})["weight"] is first
     weight.mul_(2)
@@ -47,27 +36,27 @@ def test_a_tensor_is_copied_once_until_it_is_written() -> None:
     assert second.tolist() == [2.0, 2.0, 2.0]
 
 
-def test_memory_of_an_earlier_boundary_is_used_again_where_it_fits() -> None:
-    earlier = StateCopies()
+def test_memory_of_an_earlier_boundary_is_used_again_where_it_fits():
+    earlier = concurrent_checkpoints.StateCopies()
     old = earlier.take({"weight": torch.ones(3), "bias": torch.ones(2)})
     earlier.forget_originals()
-    new = StateCopies(earlier).take({"weight": torch.full((3,), 5.0), "bias": torch.ones(4)})
+    new = concurrent_checkpoints.StateCopies(earlier).take({"weight": torch.full((3,), 5.0), "bias": torch.ones(4)})
     assert new["weight"].data_ptr() == old["weight"].data_ptr()
     assert new["weight"].tolist() == [5.0, 5.0, 5.0]
     assert new["bias"].tolist() == [1.0] * 4
 
 
-def test_tensors_without_a_version_or_plain_memory_are_copied() -> None:
+def test_tensors_without_a_version_or_plain_memory_are_copied():
     with torch.inference_mode():
         frozen = torch.ones(2)
     sparse = torch.eye(2).to_sparse()
-    copy = StateCopies().take({"frozen": frozen, "sparse": sparse})
+    copy = concurrent_checkpoints.StateCopies().take({"frozen": frozen, "sparse": sparse})
     assert copy["frozen"].tolist() == [1.0, 1.0]
     assert copy["sparse"].to_dense().tolist() == [[1.0, 0.0], [0.0, 1.0]]
 
 
 @pytest.mark.parametrize("pieces", range(5))
-def test_a_part_whose_receiver_is_lost_is_given_up_wherever_torch_is_in_its_archive(pieces: int) -> None:
+def test_a_part_whose_receiver_is_lost_is_given_up_wherever_torch_is_in_its_archive(pieces):
     taken = iter(range(pieces))
 
     def take(*_: Any) -> None:
@@ -77,17 +66,17 @@ def test_a_part_whose_receiver_is_lost_is_given_up_wherever_torch_is_in_its_arch
     client: Any = SimpleNamespace(
         rank=0, generation=0, returns=0, send_parcel=lambda *_: None, receive_parcel=take, has_parcel=lambda *_: False
     )
-    group = HolderGroup(client, Positions(Grid(2, 2, 1)), 1, 4, (0, 3), 0)
-    with pytest.raises(GivenUp, match="the worker of rank 3 was lost"):
+    group = concurrent_checkpoints.HolderGroup(client, Positions(Grid(2, 2, 1)), 1, 4, (0, 3), 0)
+    with pytest.raises(concurrent_checkpoints.GivenUp, match="the worker of rank 3 was lost"):
         group.send({n: torch.zeros(300_000 + n) for n in range(10)})
 
 
 LARGE = 1 << 20  # elements of four bytes
 
 
-def test_large_tensors_that_only_step_writes_are_copied_later_by_whoever_comes_first() -> None:
+def test_large_tensors_that_only_step_writes_are_copied_later_by_whoever_comes_first():
     state = {n: torch.full((LARGE,), float(n)) for n in range(8)}
-    copies = StateCopies()
+    copies = concurrent_checkpoints.StateCopies()
     copy = copies.take(state, ("optimizer",), until_step=True)
     writer = threading.Thread(target=copies.finish)
     writer.start()
@@ -99,24 +88,24 @@ def test_large_tensors_that_only_step_writes_are_copied_later_by_whoever_comes_f
     assert all(torch.equal(copy[n], torch.full((LARGE,), float(n))) for n in state)
 
 
-def test_it_is_noticed_when_one_was_written_before_it_was_copied() -> None:
+def test_it_is_noticed_when_one_was_written_before_it_was_copied():
     state, small = torch.zeros(LARGE), torch.zeros(3)
-    copies = StateCopies()
+    copies = concurrent_checkpoints.StateCopies()
     copy = copies.take({"large": state, "small": small}, until_step=True)
     small.add_(1)  # was copied at once
     assert copies.finish()
     assert copy["small"].tolist() == [0.0] * 3
-    copies = StateCopies()
+    copies = concurrent_checkpoints.StateCopies()
     copies.take({"large": state}, until_step=True)
     state.add_(1)
     assert not copies.finish()
 
 
-def test_where_copies_do_not_fit_they_are_the_tensors_themselves() -> None:
-    weight, earlier = torch.ones(4), StateCopies()
+def test_where_copies_do_not_fit_they_are_the_tensors_themselves():
+    weight, earlier = torch.ones(4), concurrent_checkpoints.StateCopies()
     earlier.take({"weight": weight})
     earlier.forget_originals()
-    copies = StateCopies(earlier)
+    copies = concurrent_checkpoints.StateCopies(earlier)
     assert copies.limit(16, free=0)  # into the memory of the earlier ones
     assert copies.take({"weight": weight})["weight"].data_ptr() != weight.data_ptr()
     assert copies.limit(16, free=0)  # it is there
@@ -140,26 +129,26 @@ class Worker:
         self.discarded: list[str] = []
         context: Any = SimpleNamespace(options=options, collectives=self.collectives, client=self.client)
         actions = {"record": lambda failure, what: self.followed.append((what, failure and failure.text))}
-        self.saves = CheckpointBatches(context, actions, {}, lambda: 0.0, self.failed.extend, self.discarded.append)
+        self.saves = concurrent_checkpoints.CheckpointBatches(
+            context, actions, {}, lambda: 0.0, self.failed.extend, self.discarded.append
+        )
 
     def ask(self, version: int, *paths: str, waits: bool = False) -> None:
         with self.saves.deferring():
             batch = self.saves.begin(version, waits)
-            assert batch is not None
             for path in paths:
                 self.saves.asked(path)
-                batch.requests.append(SaveRequest(path, lambda: None, is_new=True))
+                batch.requests.append(concurrent_checkpoints.SaveRequest(path, lambda: None, is_new=True))
             self.saves.call_when_known("record", paths)
         self.saves.seal(mid_step=False)
 
     def hear(self, failures: tuple[SaveFailure | None, ...], unnamed: dict[int, str] | None = None) -> None:
-        assert self.saves.pending is not None
         status = SaveStatus((2, 1), 7, self.saves.pending.number, failures, unnamed or {})
         self.client.member.saves = status
         self.saves.apply_outcome()
 
 
-def test_what_is_asked_for_at_a_boundary_begins_there_on_all_workers() -> None:
+def test_what_is_asked_for_at_a_boundary_begins_there_on_all_workers():
     workers = [Worker(rank) for rank in (0, 3)]  # neither holds a copy
     for worker in workers:
         worker.ask(4, "a.ckpt", "b.ckpt")
@@ -173,7 +162,7 @@ def test_what_is_asked_for_at_a_boundary_begins_there_on_all_workers() -> None:
         assert worker.saves.pending is None
 
 
-def test_an_outcome_of_another_batch_changes_nothing() -> None:
+def test_an_outcome_of_another_batch_changes_nothing():
     worker = Worker()
     worker.ask(4, "a.ckpt")
     worker.client.member.saves = SaveStatus((2, 1), 7, 1 << 40, (None,))
@@ -182,7 +171,7 @@ def test_an_outcome_of_another_batch_changes_nothing() -> None:
     assert worker.followed == []
 
 
-def test_what_only_follows_from_older_checkpoints_follows_at_once() -> None:
+def test_what_only_follows_from_older_checkpoints_follows_at_once():
     worker = Worker()
     with worker.saves.deferring():
         worker.saves.begin(4, waits=False)
@@ -194,14 +183,14 @@ def test_what_only_follows_from_older_checkpoints_follows_at_once() -> None:
     assert worker.sent == []
 
 
-def test_the_end_of_a_run_waits_for_no_batch_that_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_a_run_waits_for_no_batch_that_has_not_begun(monkeypatch):
     worker = Worker(rank=1)
     worker.saves.begin(4, waits=False)
     monkeypatch.delattr("time.sleep")
     worker.saves.await_thread()
 
 
-def test_what_all_wait_for_is_begun_again_without_what_was_refused() -> None:
+def test_what_all_wait_for_is_begun_again_without_what_was_refused():
     worker = Worker()
     outcomes = [(SaveFailure("its writer was lost"), SaveFailure("the disk is full", is_refusal=True)), (None,)]
 
@@ -221,7 +210,7 @@ def test_what_all_wait_for_is_begun_again_without_what_was_refused() -> None:
     assert worker.saves.pending is None
 
 
-def test_a_worker_that_joined_takes_up_what_follows_and_what_is_to_be_repeated() -> None:
+def test_a_worker_that_joined_takes_up_what_follows_and_what_is_to_be_repeated():
     old, new = Worker(), Worker()
     old.saves.given_up = ("once more",)
     old.ask(4, "a.ckpt")
@@ -235,13 +224,15 @@ def test_a_worker_that_joined_takes_up_what_follows_and_what_is_to_be_repeated()
     assert old.sent[-1].batch == new.sent[-1].batch
 
 
-def test_the_leader_names_a_whole_file_whose_writer_was_lost(tmp_path: Path) -> None:
+def test_the_leader_names_a_whole_file_whose_writer_was_lost(tmp_path):
     whole, path = tmp_path / ".a.writing", tmp_path / "a.ckpt"
     for rank in (0, 1):  # the second one leads
         whole.write_text("whole")
         worker = Worker(rank)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(CheckpointBatch, "start", lambda batch: setattr(batch, "is_sealed", True))
+            patch.setattr(
+                concurrent_checkpoints.CheckpointBatch, "start", lambda batch: setattr(batch, "is_sealed", True)
+            )
             worker.ask(4, str(path))
         worker.hear((None,), {0: str(whole)})
         assert path.exists() == (rank == 1)
@@ -249,21 +240,23 @@ def test_the_leader_names_a_whole_file_whose_writer_was_lost(tmp_path: Path) -> 
     assert not whole.exists()
 
 
-def test_the_leader_discards_a_new_file_of_a_batch_that_was_given_up() -> None:
+def test_the_leader_discards_a_new_file_of_a_batch_that_was_given_up():
     for rank, discarded in ((0, []), (1, ["a.ckpt"])):
         worker = Worker(rank)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(CheckpointBatch, "start", lambda batch: setattr(batch, "is_sealed", True))
+            patch.setattr(
+                concurrent_checkpoints.CheckpointBatch, "start", lambda batch: setattr(batch, "is_sealed", True)
+            )
             worker.ask(4, "a.ckpt")
         worker.hear((SaveFailure("its writer was lost"),))
         assert worker.discarded == discarded
 
 
-def test_a_part_of_another_step_is_refused() -> None:
+def test_a_part_of_another_step_is_refused():
     parts = {0: (5, "of step 5"), 3: None}
     client: Any = SimpleNamespace(
         rank=3, returns=0, send_parcel=lambda *_: None, receive_parcel=lambda rank, *_: parts[rank]
     )
-    group = HolderGroup(client, Positions(Grid(2, 2, 1)), 1, 4, (0, 3), 0)
-    with pytest.raises(GivenUp, match="after 5 steps, and it is to hold 4"):
+    group = concurrent_checkpoints.HolderGroup(client, Positions(Grid(2, 2, 1)), 1, 4, (0, 3), 0)
+    with pytest.raises(concurrent_checkpoints.GivenUp, match="after 5 steps, and it is to hold 4"):
         group.gather_all("names", None)

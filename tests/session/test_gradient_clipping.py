@@ -21,7 +21,7 @@ def model() -> nn.Sequential:
 
 
 @pytest.fixture
-def stages(model: nn.Sequential) -> Iterator[None]:
+def stages(model) -> Iterator[None]:
     """This process is the first of two stages; the second one, which has one more layer, is played."""
     other = nn.Linear(2, 2).double()
     other.weight.grad, other.bias.grad = torch.full_like(other.weight, 2.0), torch.zeros_like(other.bias)
@@ -35,7 +35,7 @@ def stages(model: nn.Sequential) -> Iterator[None]:
     complete_norms(None)
 
 
-def test_every_reference_to_the_function_sees_all_stages(model: nn.Sequential, stages: None) -> None:
+def test_every_reference_to_the_function_sees_all_stages(model, stages):
     norms = grad_norm(model, 2)
     assert list(norms) == [
         f"grad_2.0_norm/{n}" for n in ("0.weight", "0.bias", "1.weight", "1.bias", "2.weight", "2.bias")
@@ -45,13 +45,13 @@ def test_every_reference_to_the_function_sees_all_stages(model: nn.Sequential, s
     assert the_same(model, "2") == norms
 
 
-def test_afterwards_it_is_lightnings_own_again(model: nn.Sequential) -> None:
+def test_afterwards_it_is_lightnings_own_again(model):
     complete_norms(lambda name, part: [part()])
     complete_norms(None)
     assert len(grad_norm(model, 2)) == 5
 
 
-def test_clipping_by_the_norm_of_a_stage_is_told_once(model: nn.Sequential, stages: None) -> None:
+def test_clipping_by_the_norm_of_a_stage_is_told_once(model, stages):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):

@@ -9,27 +9,26 @@ from lightning_recycle.session import lightning_internals
 
 
 @pytest.fixture(autouse=True)
-def spared(monkeypatch: pytest.MonkeyPatch) -> None:
+def spared(monkeypatch) -> None:
     monkeypatch.setattr(_ResultMetric, "to", lightning_internals._move)  # put back afterwards
     lightning_internals.skip_needless_moves()
 
 
-def test_values_are_logged_as_before() -> None:
+def test_values_are_logged_as_before():
     results = _ResultCollection(training=True)
     for value in (1.0, 3.0):
         results.log("training_step", "loss", torch.tensor(value), on_step=True, on_epoch=True, batch_size=1)
-    metrics = results.metrics(on_step=False)["callback"]
-    assert metrics["loss"] == 2.0
+    assert results.metrics(on_step=False)["callback"]["loss"] == 2.0
 
 
-def test_a_value_from_another_device_still_moves_its_metric() -> None:
+def test_a_value_from_another_device_still_moves_its_metric():
     results = _ResultCollection(training=True)
     results.log("training_step", "loss", torch.tensor(1.0), on_step=True, batch_size=1)
     results["training_step.loss"].to(torch.device("meta"))
     assert results["training_step.loss"].value.device.type == "meta"
 
 
-def test_a_torchmetrics_object_is_logged_as_before() -> None:
+def test_a_torchmetrics_object_is_logged_as_before():
     results = _ResultCollection(training=False)
     metric = MeanMetric()
     metric.update(torch.tensor(3.0))

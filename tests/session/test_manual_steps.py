@@ -1,7 +1,5 @@
 """What the micro-batches of a manual step leave in the module is theirs alone, wherever in its tree it is."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning as L
@@ -41,7 +39,7 @@ class Counts(L.LightningModule):
 BEFORE, AFTER = [0, True, True, 1, 3, True, 0, 0, 0, 0], [1, False, False, 2, 4, False, 1, 1, 1, 1]
 
 
-def test_each_micro_batch_begins_alike_and_what_the_first_leaves_remains() -> None:
+def test_each_micro_batch_begins_alike_and_what_the_first_leaves_remains():
     module = Counts()
     objects = [module.kept, module.kept["seen"][0], module.kept["array"], module.kept["mean"]]
     tree = ValueTree(module)

@@ -3,7 +3,6 @@
 import copy
 import pickle
 from collections import defaultdict, deque
-from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -82,7 +81,7 @@ def attributes(module: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("hook", [appends, nests, rebinds, creates])
-def test_appended_items_reach_all_workers_in_order(hook: Callable[[Any, int], None], inference: bool) -> None:
+def test_appended_items_reach_all_workers_in_order(hook, inference):
     one, first, second, third = (Collecting() for _ in range(4))
     workers = [MicrobatchChanges(module) for module in (first, second, third)]
     for _ in range(2):
@@ -113,7 +112,7 @@ def changes_much(m: Any, i: int) -> None:
     assert m.config.lr == 0.1
 
 
-def test_the_rest_stays_on_its_worker() -> None:
+def test_the_rest_stays_on_its_worker():
     module, alone = Collecting(), Collecting()
     effects = MicrobatchChanges(module)
     for i in range(2):
@@ -126,14 +125,11 @@ def test_the_rest_stays_on_its_worker() -> None:
 
 
 class Totals(L.LightningModule):
-    confusion: Tensor
-    by_kind: dict[str, list[Tensor]]
-    average: list[Tensor]
     seen = 0
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_stages_take_over_numbers_and_the_tensors_that_steps_change(inference: bool) -> None:
+def test_stages_take_over_numbers_and_the_tensors_that_steps_change(inference):
     last, first = Totals(), Totals()
     effects, others = (MicrobatchChanges(module) for module in (last, first))
     for module in (last, first):
@@ -155,7 +151,7 @@ def test_stages_take_over_numbers_and_the_tensors_that_steps_change(inference: b
     assert first.average[0].tolist() == [1.0, 1.0, 1.0], "hooks run on all stages"
 
 
-def test_an_item_that_cannot_be_pickled_stays_and_is_told(recwarn: pytest.WarningsRecorder) -> None:
+def test_an_item_that_cannot_be_pickled_stays_and_is_told(recwarn):
     module = Collecting()
     with MicrobatchChanges(module).noticed() as effects:
         module.outputs.append(lambda: None)
@@ -164,7 +160,7 @@ def test_an_item_that_cannot_be_pickled_stays_and_is_told(recwarn: pytest.Warnin
     assert any("self.outputs" in str(warning.message) for warning in recwarn)
 
 
-def test_numbers_of_a_step_that_runs_again_count_once() -> None:
+def test_numbers_of_a_step_that_runs_again_count_once():
     module = Collecting()
     effects = MicrobatchChanges(module)
     effects.begin_step()
@@ -182,7 +178,7 @@ def keeps(m: Any, i: int) -> None:
     m.hidden = torch.full((1,), float(i)) if m.hidden is None else m.hidden + i
 
 
-def test_each_microbatch_keeps_its_own_tensors_and_a_hook_resets_all() -> None:
+def test_each_microbatch_keeps_its_own_tensors_and_a_hook_resets_all():
     module = Collecting()
     effects = MicrobatchChanges(module, microbatches=2)
     for step in range(2):
@@ -206,7 +202,7 @@ def test_each_microbatch_keeps_its_own_tensors_and_a_hook_resets_all() -> None:
     assert not effects.by_microbatch
 
 
-def test_the_users_error_leaves_lists_as_they_were() -> None:
+def test_the_users_error_leaves_lists_as_they_were():
     module = Collecting()
 
     def fails() -> None:

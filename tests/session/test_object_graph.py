@@ -1,7 +1,5 @@
 """The graph of the user's objects: whatever they hold arrives, in the receiver's own objects."""
 
-from __future__ import annotations
-
 import random
 import threading
 from dataclasses import dataclass
@@ -75,7 +73,7 @@ def _carried(sender: Any, receiver: Any, name: str = "module") -> None:
     ObjectGraph({name: receiver}, {}).update(packed, _CPU)
 
 
-def test_attributes_of_every_kind_arrive_in_the_receivers_own_objects() -> None:
+def test_attributes_of_every_kind_arrive_in_the_receivers_own_objects():
     sender, receiver = Net(), Net()
     sender.alpha = 0.5
     sender.net[1].p = 0.7
@@ -90,11 +88,8 @@ def test_attributes_of_every_kind_arrive_in_the_receivers_own_objects() -> None:
     objects = ("net", "helper", "slotted", "schedule", "outputs", "by_name")
     before = [getattr(receiver, name) for name in objects]
     weight, seen, lock, generators = (
-        receiver.net[0].weight,
-        receiver.helper.seen,
-        receiver.helper.lock,
-        receiver.generators,
-    )
+        receiver.net[0].weight, receiver.helper.seen, receiver.helper.lock, receiver.generators,
+    )  # fmt: skip
     _carried(sender, receiver)
     assert all(getattr(receiver, name) is value for name, value in zip(objects, before, strict=True))
     assert receiver.alpha == 0.5
@@ -154,7 +149,7 @@ class Counting:
             function()
 
 
-def test_what_functions_hold_arrives_in_the_receivers_own_functions() -> None:
+def test_what_functions_hold_arrives_in_the_receivers_own_functions():
     sender, receiver = Counting(), Counting()
     seen = receiver.found()[1]
     functions = list(receiver.functions)
@@ -168,7 +163,7 @@ def test_what_functions_hold_arrives_in_the_receivers_own_functions() -> None:
     assert sender.found()[0] == 1
 
 
-def test_a_hook_writes_into_the_receivers_dict_and_reads_its_modules() -> None:
+def test_a_hook_writes_into_the_receivers_dict_and_reads_its_modules():
     sender, receiver = Net(), Net()
     _remember_outputs(sender)
     _carried(sender, receiver)
@@ -177,7 +172,7 @@ def test_a_hook_writes_into_the_receivers_dict_and_reads_its_modules() -> None:
     assert sender.by_name == {"a": []}
 
 
-def test_local_functions_share_their_variables_with_hooks() -> None:
+def test_local_functions_share_their_variables_with_hooks():
     """A hook of the sender is new in the receiver; the function in the attribute is its own."""
     sender, receiver = Net(), Net()
     for module in (sender, receiver):
@@ -193,7 +188,7 @@ def test_local_functions_share_their_variables_with_hooks() -> None:
     assert "count" not in sender.by_name
 
 
-def test_a_function_keeps_its_own_anchor_where_that_has_no_name_yet() -> None:
+def test_a_function_keeps_its_own_anchor_where_that_has_no_name_yet():
     sender, receiver = Net(), Net()
     loggers = Helper(sender), Helper(receiver)
     for module, logger in zip((sender, receiver), loggers, strict=True):
@@ -226,7 +221,7 @@ def _remember_outputs(module: Net) -> None:
     module.net.register_forward_hook(lambda *_: found.update(last=[id(helper)] if alone.bias is not None else []))
 
 
-def test_modules_and_buffers_that_were_added_changed_and_removed_are_the_senders() -> None:
+def test_modules_and_buffers_that_were_added_changed_and_removed_are_the_senders():
     sender, receiver = Net(), Net()
     sender.bank = torch.arange(3.0)
     sender.queue = torch.ones(5, dtype=torch.float64)
@@ -247,7 +242,7 @@ def test_modules_and_buffers_that_were_added_changed_and_removed_are_the_senders
     assert sender.queue.eq(1).all(), "tensors are the receiver's own"
 
 
-def test_objects_that_were_one_become_two_without_touching_each_other() -> None:
+def test_objects_that_were_one_become_two_without_touching_each_other():
     sender, receiver = Net(), Net()
     for net in (sender, receiver):
         net.best = net.queue
@@ -260,7 +255,7 @@ def test_objects_that_were_one_become_two_without_touching_each_other() -> None:
     assert receiver.also == [1]
 
 
-def test_the_senders_objects_are_not_changed() -> None:
+def test_the_senders_objects_are_not_changed():
     sender = Net()
     sender.outputs.append(torch.ones(1))
     state, versions = dict(vars(sender)), [tensor._version for tensor in sender.state_dict().values()]
@@ -269,7 +264,7 @@ def test_the_senders_objects_are_not_changed() -> None:
     assert [tensor._version for tensor in sender.state_dict().values()] == versions
 
 
-def test_a_sampler_with_a_generator_goes_on_where_the_senders_does() -> None:
+def test_a_sampler_with_a_generator_goes_on_where_the_senders_does():
     def loader() -> DataLoader[Any]:
         sampler = WeightedRandomSampler([1.0] * 8, 8, generator=torch.Generator().manual_seed(7))
         return DataLoader(TensorDataset(torch.arange(8.0)), batch_size=2, sampler=sampler)
@@ -280,7 +275,7 @@ def test_a_sampler_with_a_generator_goes_on_where_the_senders_does() -> None:
     assert list(sender.sampler) == list(receiver.sampler)
 
 
-def test_attributes_that_cannot_be_pickled_are_named() -> None:
+def test_attributes_that_cannot_be_pickled_are_named():
     module = Net()
     module.reader = (line for line in ())
     assert ObjectGraph({"module": module}, {}).unpicklable() == {
@@ -290,7 +285,7 @@ def test_attributes_that_cannot_be_pickled_are_named() -> None:
 
 
 @pytest.mark.parametrize("kind", ["tensor", "array"])
-def test_large_data_is_sent_only_if_it_has_changed(kind: str) -> None:
+def test_large_data_is_sent_only_if_it_has_changed(kind):
     def dataset() -> Any:
         data = torch.zeros(300_000)
         holder = Helper(None)
@@ -312,7 +307,7 @@ def test_large_data_is_sent_only_if_it_has_changed(kind: str) -> None:
     assert float(receiver.data.sum()) == 3
 
 
-def test_weights_that_data_has_changed_are_sent() -> None:
+def test_weights_that_data_has_changed_are_sent():
     sender, receiver = nn.Linear(600, 600), nn.Linear(600, 600)
     marks = LargeData(ObjectGraph({"module": sender}, {}).large)
     sender.weight.data.mul_(2)  # no version shows it
@@ -320,7 +315,7 @@ def test_weights_that_data_has_changed_are_sent() -> None:
     assert torch.equal(receiver.weight, sender.weight)
 
 
-def test_who_has_received_large_data_sends_it_on() -> None:
+def test_who_has_received_large_data_sends_it_on():
     first, second, third = (Helper(None) for _ in range(3))
     for helper in (first, second, third):
         helper.data = torch.zeros(300_000)
@@ -332,7 +327,7 @@ def test_who_has_received_large_data_sends_it_on() -> None:
     assert third.data.eq(1).all()
 
 
-def test_arrays_of_objects_and_sparse_tensors_are_carried_whatever_their_size() -> None:
+def test_arrays_of_objects_and_sparse_tensors_are_carried_whatever_their_size():
     sender, receiver = Helper(None), Helper(None)
     for helper in (sender, receiver):
         helper.words = np.array(["word"] * 200_000, dtype=object)
@@ -344,7 +339,7 @@ def test_arrays_of_objects_and_sparse_tensors_are_carried_whatever_their_size() 
     assert receiver.words[3] == "other"
 
 
-def test_what_is_one_object_in_the_sender_is_one_in_the_receiver() -> None:
+def test_what_is_one_object_in_the_sender_is_one_in_the_receiver():
     sender, receiver = Net(), Net()
     sender.queue = torch.ones(7)
     sender.shown = sender.queue
@@ -353,7 +348,7 @@ def test_what_is_one_object_in_the_sender_is_one_in_the_receiver() -> None:
     assert receiver.shown is receiver.queue
 
 
-def test_a_metric_that_a_hook_has_added_counts_in_the_receiver() -> None:
+def test_a_metric_that_a_hook_has_added_counts_in_the_receiver():
     sender, receiver = nn.Linear(2, 2), nn.Linear(2, 2)
     sender.error = MeanSquaredError()
     sender.error.update(torch.ones(2), torch.zeros(2))
@@ -364,22 +359,22 @@ def test_a_metric_that_a_hook_has_added_counts_in_the_receiver() -> None:
     assert float(received.compute()) == 0.5
 
 
-def test_an_expanded_tensor_arrives() -> None:
+def test_an_expanded_tensor_arrives():
     sender, receiver = Net(), Net()
     sender.rows, receiver.rows = torch.ones(1, 3).expand(4, 3), torch.zeros(1, 3).expand(4, 3)
     _carried(sender, receiver)
     assert torch.equal(receiver.rows, torch.ones(4, 3))
 
 
-def test_a_mock_stays_where_it_is() -> None:
+def test_a_mock_stays_where_it_is():
     """It has any attribute that it is asked for; what it saw is of the process that has it."""
     ours, theirs = Helper(None), Helper(None)
-    ours.update, theirs.update = MagicMock(), MagicMock()  # type: ignore[attr-defined]
+    ours.update, theirs.update = MagicMock(), MagicMock()
     ours.seen.append(2)
-    kept = theirs.update  # type: ignore[attr-defined]
+    kept = theirs.update
     ObjectGraph({"helper": theirs}, {}).update(ObjectGraph({"helper": ours}, {}).pack(), _CPU)
     assert theirs.seen == [1, 2]
-    assert theirs.update is kept  # type: ignore[attr-defined]
+    assert theirs.update is kept
 
 
 # ---------------------------------------------------------------------- optimizers and schedulers
@@ -408,7 +403,7 @@ class Training:
         return ObjectGraph({"module": self.module, "training": self}, {}, optimizers=True)
 
 
-def test_an_optimizer_arrives_with_its_state_as_it_is_under_the_receivers_own_parameters() -> None:
+def test_an_optimizer_arrives_with_its_state_as_it_is_under_the_receivers_own_parameters():
     sender, receiver = Training(), Training()
     for _ in range(3):
         sender.step()
@@ -436,10 +431,10 @@ def test_an_optimizer_arrives_with_its_state_as_it_is_under_the_receivers_own_pa
     assert torch.equal(receiver.module[0].weight, sender.module[0].weight)
 
 
-def test_an_optimizer_of_another_class_and_its_scheduler_are_made() -> None:
+def test_an_optimizer_of_another_class_and_its_scheduler_are_made():
     sender, receiver = Training(), Training()
     sender.optimizers[0] = torch.optim.Adagrad(sender.module.parameters(), lr=0.3)
-    sender.schedulers[0] = torch.optim.lr_scheduler.StepLR(sender.optimizers[0], 1)  # type: ignore[call-overload]
+    sender.schedulers[0] = torch.optim.lr_scheduler.StepLR(sender.optimizers[0], 1)
     sender.step()
     receiver.graph().update(sender.graph().pack(), _CPU)
     assert isinstance(receiver.optimizers[0], torch.optim.Adagrad)
@@ -449,7 +444,7 @@ def test_an_optimizer_of_another_class_and_its_scheduler_are_made() -> None:
     assert torch.equal(receiver.module[0].weight, sender.module[0].weight)
 
 
-def test_elsewhere_optimizers_belong_to_their_process() -> None:
+def test_elsewhere_optimizers_belong_to_their_process():
     sender, receiver = Training(), Training()
     sender.step()
     packed = ObjectGraph({"training": sender}, {}).pack()
@@ -457,7 +452,7 @@ def test_elsewhere_optimizers_belong_to_their_process() -> None:
     assert not receiver.optimizers[0].state
 
 
-def test_a_parameter_that_is_met_before_its_module_is_the_modules() -> None:
+def test_a_parameter_that_is_met_before_its_module_is_the_modules():
     sender, receiver = Net(), Net()
     sender.__dict__ = {"first": [sender.net[0].weight], **sender.__dict__}
     weight = receiver.net[0].weight

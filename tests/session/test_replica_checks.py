@@ -1,7 +1,5 @@
 """Checks cost a thousandth of the time, and find a wrong bit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest
@@ -24,7 +22,7 @@ OPTIMIZERS = [
 def trained(make: object, steps: int, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).to(dtype)
-    optimizer = make(model.parameters())  # type: ignore[operator]
+    optimizer = make(model.parameters())
 
     def loss() -> torch.Tensor:
         optimizer.zero_grad()
@@ -43,7 +41,7 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer) -> Checked:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("make", OPTIMIZERS)
-def test_a_wrong_bit_of_parameters_or_optimizer_states_is_seen(make: object, dtype: torch.dtype) -> None:
+def test_a_wrong_bit_of_parameters_or_optimizer_states_is_seen(make, dtype):
     right, wrong = trained(make, 3, dtype), trained(make, 3, dtype)
     assert check(*right) == check(*wrong)
     with torch.no_grad():
@@ -59,7 +57,7 @@ def clock(times: Iterator[float]) -> object:
     return lambda: next(times)
 
 
-def test_as_many_checks_as_take_a_thousandth_of_the_time() -> None:
+def test_as_many_checks_as_take_a_thousandth_of_the_time():
     model, optimizer = trained(OPTIMIZERS[0], 1)
     # Each check takes 0.02 s; the steps between the first two take 0.1 s each, and then 40 s.
     checks = StateChecks("cpu:0", None, clock(iter([0.0, 0.02, 5.02, 5.04, 45.04, 45.06])))
@@ -68,7 +66,7 @@ def test_as_many_checks_as_take_a_thousandth_of_the_time() -> None:
     assert StateChecks("cpu:0", 7, clock(iter([0.0, 1.0]))).check(0, model, [optimizer]).interval == 7
 
 
-def test_a_check_is_after_the_announced_steps_or_never() -> None:
+def test_a_check_is_after_the_announced_steps_or_never():
     model, optimizer = trained(OPTIMIZERS[0], 1)
     checks, off = StateChecks("cpu:0", None), StateChecks("cpu:0", 0)
     for one in (checks, off):
@@ -85,7 +83,7 @@ def test_a_check_is_after_the_announced_steps_or_never() -> None:
     [((1.0, 1.0, 1.0, 1.0), False), ((1.0, 1.0, 2.0, 2.0), True), ((1.0, 1.0, 1.0, 2.0), False)],
     ids=["none", "one stage", "one worker"],
 )
-def test_copies_that_a_hook_has_changed_on_one_stage_are_named(weights: tuple[float, ...], names: bool) -> None:
+def test_copies_that_a_hook_has_changed_on_one_stage_are_named(weights, names):
     """A worker that differs from its peer is another matter."""
     first, second = "embed.weight", "head.weight"
     ties = (Tie((first, second), ((0, first), (1, second))),)

@@ -51,8 +51,8 @@ def prepare(writer: Writer, asked: list[str]) -> None:
     show_whole_run(trainer, parts, collectives)
 
 
-def test_methods_with_decorators_write_predictions_by_the_leader_of_the_newest_run() -> None:
-    writer, first, second = Writer(), [], []  # type: ignore[var-annotated]
+def test_methods_with_decorators_write_predictions_by_the_leader_of_the_newest_run():
+    writer, first, second = Writer(), [], []
     prepare(writer, first)
     prepare(writer, second)
     writer.write_on_batch_end(None, None, "batch", None, None, 0, 0)

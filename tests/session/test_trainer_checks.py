@@ -26,10 +26,10 @@ def make_graphed_callables(module: nn.Module) -> None:
 
         return new_fwd
 
-    module.forward = make_graphed_forward()  # type: ignore[method-assign]
+    module.forward = make_graphed_forward()
 
 
-def test_a_graphed_layer_of_a_pipeline_is_an_error_that_names_it() -> None:
+def test_a_graphed_layer_of_a_pipeline_is_an_error_that_names_it():
     module = Module()
     check_graphs(module, 2)
     make_graphed_callables(module.layers[1])
@@ -37,13 +37,13 @@ def test_a_graphed_layer_of_a_pipeline_is_an_error_that_names_it() -> None:
         check_graphs(module, 2)
 
 
-def test_with_one_stage_it_is_allowed() -> None:
+def test_with_one_stage_it_is_allowed():
     module = Module()
     make_graphed_callables(module.layers[1])
     check_graphs(module, 1)
 
 
-def test_torch_still_replaces_the_forward_of_what_it_is_given() -> None:
+def test_torch_still_replaces_the_forward_of_what_it_is_given():
     """The name is how such a layer is known."""
     code: Any = torch.cuda.make_graphed_callables.__code__
 
@@ -57,10 +57,10 @@ def test_torch_still_replaces_the_forward_of_what_it_is_given() -> None:
 def replace_weights(*layers: nn.Module) -> None:
     """Gives each parameters of its own, as ``parallelize_module`` does."""
     for layer in layers:
-        layer.weight = nn.Parameter(layer.weight.detach().clone())  # type: ignore[arg-type]
+        layer.weight = nn.Parameter(layer.weight.detach().clone())
 
 
-def test_weights_that_sharding_separates_are_an_error_that_says_how_to_tie_them() -> None:
+def test_weights_that_sharding_separates_are_an_error_that_says_how_to_tie_them():
     module = Module()
     module.layers[1].weight = module.layers[0].weight
     remedy = r"layers\.0\.weight and layers\.1\.weight: .*self\.layers\.1\.weight = self\.layers\.0\.weight"
@@ -68,7 +68,7 @@ def test_weights_that_sharding_separates_are_an_error_that_says_how_to_tie_them(
         replace_weights(*module.layers)
 
 
-def test_weights_that_are_tied_again_or_never_were_are_left_alone() -> None:
+def test_weights_that_are_tied_again_or_never_were_are_left_alone():
     module = Module()
     with plans_checked(module):
         replace_weights(module.layers[0])

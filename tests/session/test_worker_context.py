@@ -1,7 +1,5 @@
 """Steps that ask torch for a process group, and workers that are alone."""
 
-from __future__ import annotations
-
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +16,7 @@ def gather_negatives() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def test_a_step_that_asks_for_a_process_group_is_warned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_asks_for_a_process_group_is_warned_once(monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", dist.is_initialized)  # restored afterwards
     in_step = False
     watch_process_group(lambda: in_step)
@@ -36,7 +34,7 @@ def test_a_step_that_asks_for_a_process_group_is_warned_once(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("of_members", [False, True])
-def test_the_group_of_a_positions_members_is_for_torch_alone(monkeypatch: pytest.MonkeyPatch, of_members: bool) -> None:
+def test_the_group_of_a_positions_members_is_for_torch_alone(monkeypatch, of_members):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     watch_process_group(lambda: False, of_members)
     asks = {
@@ -56,7 +54,7 @@ def alone(stages: int) -> WorkerCollectives:
     return WorkerCollectives(run, client, lambda: False)
 
 
-def test_a_worker_that_is_alone_waits_for_no_answer_of_others() -> None:
+def test_a_worker_that_is_alone_waits_for_no_answer_of_others():
     assert alone(1).gather_stages("weights", lambda: {"weight": 1.0}) == [{"weight": 1.0}]
     with pytest.raises(
         UnsupportedFeatureError, match="all stages for weights, in a hook that a replacement runs alone"

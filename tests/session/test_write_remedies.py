@@ -1,7 +1,6 @@
 """The remedy for a checkpoint that could not be written fits the cause."""
 
 import errno
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +18,7 @@ from lightning_recycle.session.checkpoint_files import attempt
         (errno.EIO, ""),
     ],
 )
-def test_the_remedy_fits_the_cause(code: int, expected: str, tmp_path: Path) -> None:
+def test_the_remedy_fits_the_cause(code, expected, tmp_path):
     def write() -> None:
         raise OSError(code, "refused")
 

@@ -6,8 +6,6 @@ an entry point of torch's group "torch.backends". So workers, fork servers and s
 ``SIMULATED_DEVICES``: how many there are (16). ``SIMULATED_MEMORY``: bytes of each, with commas (4 GiB).
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil
@@ -158,15 +156,12 @@ def _register_cells(torch: Any) -> None:
         t = new.tanh()
         grad_h = torch.zeros_like(new) if grad_h is None else grad_h
         through = grad_h * o * (1 - t * t) + (0 if grad_c is None else grad_c)
-        grads = torch.cat(
-            [
-                through * g * i * (1 - i),
-                through * cell * f * (1 - f),
-                through * i * (1 - g * g),
-                grad_h * t * o * (1 - o),
-            ],
-            1,
-        )
+        grads = torch.cat([
+            through * g * i * (1 - i),
+            through * cell * f * (1 - f),
+            through * i * (1 - g * g),
+            grad_h * t * o * (1 - o),
+        ], 1)  # fmt: skip
         return grads, through * f, grads.sum(0) if has_bias else None
 
     def gru(inputs: Any, hidden: Any, state: Any, input_bias: Any = None, hidden_bias: Any = None) -> Any:

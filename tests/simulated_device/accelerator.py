@@ -1,7 +1,5 @@
 """Lightning's accelerator for simulated devices, and such devices where a test asks for the processor."""
 
-from __future__ import annotations
-
 import functools
 import os
 from typing import Any
@@ -59,4 +57,4 @@ def in_place_of_the_cpu() -> None:
         init(self, *args, **kwargs)
 
     if is_here() and "SIMULATED_DEVICES_IN_TESTS" in os.environ:
-        L.Trainer.__init__ = on_devices  # type: ignore[method-assign]
+        L.Trainer.__init__ = on_devices

@@ -25,7 +25,7 @@ def _a_wait_left_out() -> None:
     def staged(self: HostMemory, tensor: Tensor) -> Tensor:
         return self.empty(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
 
-    HostMemory.staged = staged  # type: ignore[method-assign]
+    HostMemory.staged = staged
 
 
 def _a_buffer_given_back_early() -> None:
@@ -39,11 +39,11 @@ def _a_buffer_given_back_early() -> None:
             buffers[key] = empty(self, shape, dtype)
         return buffers[key]
 
-    HostMemory.empty = reused  # type: ignore[method-assign]
+    HostMemory.empty = reused
 
 
 def _a_tensor_sent_with_its_device() -> None:
-    tensor_memory._BytesPickler.reducer_override = lambda self, value: NotImplemented  # type: ignore[method-assign]
+    tensor_memory._BytesPickler.reducer_override = lambda self, value: NotImplemented
 
 
 def _a_generator_not_seeded() -> None:
@@ -51,11 +51,11 @@ def _a_generator_not_seeded() -> None:
 
 
 def _a_thread_on_the_first_device() -> None:
-    devices.DeviceThread.run = threading.Thread.run  # type: ignore[method-assign]
+    devices.DeviceThread.run = threading.Thread.run
 
 
 def _parameters_replaced_when_moved() -> None:
-    strategy.moved_in_place = lambda device: nullcontext()  # type: ignore[assignment]
+    strategy.moved_in_place = lambda device: nullcontext()
 
 
 class Mutant(L.Callback):
@@ -84,7 +84,7 @@ MUTANTS: list[tuple[Callable[[], None], Callable[[Path, Any], None]]] = [
 
 
 @pytest.mark.parametrize(("change", "train"), MUTANTS, ids=[change.__name__ for change, _ in MUTANTS])
-def test_what_is_left_out_shows(change: Callable[[], None], train: Callable[[Path, Any], None], tmp_path: Path) -> None:
+def test_what_is_left_out_shows(change, train, tmp_path):
     with pytest.raises(Exception) as caught:  # noqa: PT011
         train(tmp_path, [Mutant(change)])
     print(type(caught.value), str(caught.value)[:500])

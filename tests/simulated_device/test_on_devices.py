@@ -11,7 +11,7 @@ from simulated_device import environment, why_not
 HERE = Path(__file__).parent
 
 
-def test_what_is_here_and_a_sample_of_what_is_tested_on_the_processor() -> None:
+def test_what_is_here_and_a_sample_of_what_is_tested_on_the_processor():
     if reason := why_not():
         pytest.skip(f"the simulated device cannot be compiled: {reason}")
     of_tests = environment(SIMULATED_DEVICES_IN_TESTS="1", SIMULATED_SAMPLE="3")

@@ -53,7 +53,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_layers_compute_what_they_do_on_the_processor(name: str) -> None:
+def test_layers_compute_what_they_do_on_the_processor(name):
     torch.manual_seed(0)
     make, shape = LAYERS[name]
     layers = [make().double()]
@@ -72,7 +72,7 @@ def test_layers_compute_what_they_do_on_the_processor(name: str) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
-def test_optimizers_step_as_on_the_processor(options: dict[str, bool]) -> None:
+def test_optimizers_step_as_on_the_processor(options):
     layers = [nn.Linear(4, 4).double()]
     layers.append(copy.deepcopy(layers[0]).to(DEVICE))
     for layer in layers:
@@ -85,7 +85,7 @@ def test_optimizers_step_as_on_the_processor(options: dict[str, bool]) -> None:
     assert torch.equal(layers[0].weight, layers[1].weight.cpu())
 
 
-def test_the_host_is_ahead_of_the_device_and_sees_it_if_it_does_not_wait() -> None:
+def test_the_host_is_ahead_of_the_device_and_sees_it_if_it_does_not_wait():
     """A copy to the host that is not waited for is not there yet."""
     total = torch.ones(4, device=DEVICE).sum()
     there = torch.empty((), pin_memory=True)
@@ -95,7 +95,7 @@ def test_the_host_is_ahead_of_the_device_and_sees_it_if_it_does_not_wait() -> No
     assert there == 4
 
 
-def test_a_buffer_that_is_written_again_too_early_spoils_what_was_copied_from_it() -> None:
+def test_a_buffer_that_is_written_again_too_early_spoils_what_was_copied_from_it():
     buffer = torch.ones(4, pin_memory=True)
     copied = buffer.to(DEVICE, non_blocking=True)
     buffer.fill_(2)
@@ -124,12 +124,12 @@ def _read_beside(is_recorded: bool) -> float:
         return total.item()
 
 
-def test_memory_that_another_stream_still_reads_is_taken_again_unless_that_is_recorded() -> None:
+def test_memory_that_another_stream_still_reads_is_taken_again_unless_that_is_recorded():
     assert _read_beside(is_recorded=True) == 1000
     assert _read_beside(is_recorded=False) != 1000
 
 
-def test_a_stream_that_does_not_wait_for_another_reads_what_was_there_before() -> None:
+def test_a_stream_that_does_not_wait_for_another_reads_what_was_there_before():
     second = torch.Stream(DEVICE)
     torch.accelerator.synchronize()
     made = torch.ones(4, device=DEVICE) + 1
@@ -140,7 +140,7 @@ def test_a_stream_that_does_not_wait_for_another_reads_what_was_there_before() -
         assert made.sum().item() == 8
 
 
-def test_times_are_those_between_two_events() -> None:
+def test_times_are_those_between_two_events():
     before, after = devices.new_event(DEVICE), devices.new_event(DEVICE)
     before.record()
     torch.ones(300, 300, device=DEVICE) @ torch.ones(300, 300, device=DEVICE)
@@ -149,7 +149,7 @@ def test_times_are_those_between_two_events() -> None:
     assert before.elapsed_time(after) > 0
 
 
-def test_generators_are_of_a_device_and_can_be_seeded_and_restored() -> None:
+def test_generators_are_of_a_device_and_can_be_seeded_and_restored():
     generator = devices.default_generator(DEVICE)
     generator.manual_seed(5)
     state = generator.get_state()
@@ -164,7 +164,7 @@ def test_generators_are_of_a_device_and_can_be_seeded_and_restored() -> None:
         torch.randn(4, device=DEVICE, generator=torch.Generator()).cpu()
 
 
-def test_memory_is_counted_and_ends() -> None:
+def test_memory_is_counted_and_ends():
     free, total = devices.free_and_total(DEVICE)
     before = devices.allocated_bytes(DEVICE)
     kept = torch.empty(1 << 20, device=DEVICE)
@@ -176,7 +176,7 @@ def test_memory_is_counted_and_ends() -> None:
         torch.empty(total, dtype=torch.uint8, device=DEVICE)
 
 
-def test_tensors_of_two_devices_do_not_mix() -> None:
+def test_tensors_of_two_devices_do_not_mix():
     here, other = torch.ones(2, device=DEVICE), torch.ones(2, device="simulated:4")
     for wrong in (other, torch.ones(2)):
         with pytest.raises(RuntimeError, match="to be on the same device"):
@@ -184,7 +184,7 @@ def test_tensors_of_two_devices_do_not_mix() -> None:
     assert (here + other.to(DEVICE)).sum().item() == 4
 
 
-def test_files_know_the_device_and_can_be_read_without_it() -> None:
+def test_files_know_the_device_and_can_be_read_without_it():
     file = io.BytesIO()
     torch.save({"a": torch.ones(2, device=DEVICE)}, file)
     found: list[Any] = []
@@ -195,6 +195,6 @@ def test_files_know_the_device_and_can_be_read_without_it() -> None:
     assert torch.equal(found[0].cpu(), found[1])
 
 
-def test_autocast_lowers_products() -> None:
+def test_autocast_lowers_products():
     with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
         assert nn.Linear(3, 3).to(DEVICE)(torch.ones(2, 3, device=DEVICE)).dtype is torch.bfloat16

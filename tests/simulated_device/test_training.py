@@ -63,7 +63,7 @@ def run_of(kind: str, train: Callable[..., Any], model: Regression, *args: Any, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_are_those_of_one_process(kind: str) -> None:
+def test_weights_are_those_of_one_process(kind):
     run_of(kind, exact_fit, Regression().double(), gradient_clip_val=1.0)
 
 
@@ -83,7 +83,7 @@ def monitored(kind: str, folder: Path, callbacks: Sequence[L.Callback] = ()) -> 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_checkpoint_by_a_monitored_value(kind: str, tmp_path: Path) -> None:
+def test_a_checkpoint_by_a_monitored_value(kind, tmp_path):
     monitored(kind, tmp_path)
 
 
@@ -100,18 +100,14 @@ def written_without_copies(folder: Path, callbacks: Sequence[L.Callback] = ()) -
     options = {"save_distributed_checkpoint": True, "background": True}
     first, second = Regression().double(), Regression().double()
     run_of(
-        "undisturbed",
-        exact_fit,
-        first,
-        callbacks=[saves, NoMemory(), *callbacks],
-        strategy=options,
+        "undisturbed", exact_fit, first, callbacks=[saves, NoMemory(), *callbacks], strategy=options,
         enable_checkpointing=True,
-    )
+    )  # fmt: skip
     exact_fit(second, 2, 2, strategy=options, ckpt_path=folder / "step=6.ckpt")
     assert difference(first.state_dict(), second.state_dict()) < TOLERANCE
 
 
-def test_a_sharded_checkpoint_that_is_written_from_the_weights_themselves(tmp_path: Path) -> None:
+def test_a_sharded_checkpoint_that_is_written_from_the_weights_themselves(tmp_path):
     written_without_copies(tmp_path)
 
 
@@ -123,7 +119,7 @@ class Apart(L.Callback):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        Transport.packed_bytes = lambda transport, peer: self.most  # type: ignore[method-assign]
+        Transport.packed_bytes = lambda transport, peer: self.most
 
 
 class Wide(Regression):
@@ -138,7 +134,7 @@ def sent_apart(folder: Path, callbacks: Sequence[L.Callback] = ()) -> None:
     run_of("killed", exact_fit, Wide().double(), callbacks=[Apart(), *callbacks])
 
 
-def test_values_that_travel_behind_their_headers(tmp_path: Path) -> None:
+def test_values_that_travel_behind_their_headers(tmp_path):
     sent_apart(tmp_path)
 
 
@@ -151,19 +147,14 @@ class Scales(L.Callback):
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-mixed"])
-def test_lower_precision_is_that_of_the_processor(precision: str) -> None:
+def test_lower_precision_is_that_of_the_processor(precision):
     trained = []
     for accelerator in (SimulatedAccelerator(), CPUAccelerator()):
         strategy: Any = recycle_strategy(pipeline_parallel_size=2, num_microbatches=2)
         run = L.Trainer(
-            accelerator=accelerator,
-            devices=4,
-            strategy=strategy,
-            precision=precision,
-            max_steps=4,
-            callbacks=[Scales()],
-            **QUIET,
-        )
+            accelerator=accelerator, devices=4, strategy=strategy, precision=precision, max_steps=4,
+            callbacks=[Scales()], **QUIET,
+        )  # fmt: skip
         model = Regression()
         data = TensorDataset(*(tensor.float() for tensor in samples_for(4).tensors))
         run.fit(model, DataLoader(data, 12))
@@ -180,22 +171,21 @@ def drawn(kind: str, callbacks: Sequence[L.Callback] = ()) -> None:
 
 
 @pytest.mark.parametrize("kind", ["killed", "replaced"])
-def test_dropout_is_the_same_wherever_it_runs(kind: str) -> None:
+def test_dropout_is_the_same_wherever_it_runs(kind):
     drawn(kind)
 
 
-def test_a_plan_is_made_for_the_memory_of_the_device() -> None:
+def test_a_plan_is_made_for_the_memory_of_the_device():
     run = run_of("killed", exact_fit, Regression().double(), strategy={"memory": 0.5})
     peaks = [event.details["peak_bytes"] for event in run.strategy.history if event.kind == "memory"]
     assert peaks
     assert all(0 < peak < 2**24 for each in peaks for peak in each)  # not the process with its libraries
 
 
-def test_a_plan_is_made_for_the_worker_with_the_least_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_is_made_for_the_worker_with_the_least_memory(monkeypatch):
     monkeypatch.setenv("SIMULATED_MEMORY", f"{2**32},{2**32},{2**32},{2**30}")
     run = run_of("killed", exact_fit, Regression().double(), strategy={"memory": 0.5})
     memory = run.strategy.schedules[-1].problem.memory
-    assert memory is not None
     assert memory.capacity[0] > 2**30 > 2 * memory.capacity[1] > 0
 
 
@@ -221,7 +211,7 @@ class AwaitRefusal(L.Callback):
         wait_for(lambda: "Z" in Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0])
 
 
-def test_a_worker_on_another_kind_of_device_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_on_another_kind_of_device_is_refused_by_name(monkeypatch):
     address = f"127.0.0.1:{free_port('127.0.0.1')}"
     monkeypatch.setenv("RECYCLE_KEY", "the key of this test")
     environ = {name: value for name, value in os.environ.items() if name != "SIMULATED_DEVICES_IN_TESTS"}

@@ -5,8 +5,6 @@ Written from docs/simulation.md and the policies' docstrings. It shares with the
 of its engine, ledger, placements, checkpoints and pauses.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field, replace
 

@@ -4,17 +4,17 @@ from functools import lru_cache
 
 from hypothesis import strategies as st
 
-from lightning_recycle import simulation as sim
+from lightning_recycle import simulation
 
 DURATION = 2000.0
 GRIDS = [(1, 2), (2, 2), (3, 2), (3, 4), (4, 3)]
 
 
 @lru_cache
-def small_model(pipelines: int, stages: int, **settings: float) -> sim.TrainingModel:
+def small_model(pipelines: int, stages: int, **settings: float) -> simulation.TrainingModel:
     """A model whose steps take a few seconds."""
     speed = {"global_batch": pipelines * 4, "throughput": pipelines * 1.7, **settings}
-    return sim.TrainingModel("small", sim.Transformer(6, 512, 8, 512), pipelines, stages, **speed)
+    return simulation.TrainingModel("small", simulation.Transformer(6, 512, 8, 512), pipelines, stages, **speed)
 
 
 def moments() -> st.SearchStrategy[float]:
@@ -29,16 +29,12 @@ def lengths() -> st.SearchStrategy[float | None]:
     return st.none() | finite.map(lambda time: round(time, 3))
 
 
-def _end(begin: float, length: float | None) -> float | None:
-    return None if length is None else begin + length
-
-
 @st.composite
-def outages(draw, nodes: int) -> list[sim.Outage]:
+def outages(draw, nodes: int) -> list[simulation.Outage]:
     """Up to eight, each of some nodes."""
     found = []
     for _ in range(draw(st.integers(0, 8))):
         begin, length = draw(moments()), draw(lengths())
         hit = draw(st.lists(st.integers(0, nodes - 1), min_size=1, max_size=nodes, unique=True))
-        found.append(sim.Outage(begin, tuple(hit), _end(begin, length)))
+        found.append(simulation.Outage(begin, tuple(hit), None if length is None else begin + length))
     return found

@@ -32,7 +32,7 @@ CELLS = [
 
 
 @pytest.mark.parametrize(("name", "policy", "interval", "paper"), CELLS)
-def test_ratio_to_fault_free_is_within_five_points_of_the_papers(name, policy, interval, paper) -> None:
+def test_ratio_to_fault_free_is_within_five_points_of_the_papers(name, policy, interval, paper):
     model = get_model(name)
     found = repeat(model, Cluster.of(model), policy, Poisson(interval), "6h", range(20))
     assert found.ratio == pytest.approx(paper / FREE[name], abs=0.05)
@@ -51,14 +51,14 @@ def zero_bubble(stages: int, microbatches: int) -> float:
     return planned_step(problem).period
 
 
-def test_the_running_example_takes_36_29_and_27_slots() -> None:
+def test_the_running_example_takes_36_29_and_27_slots():
     techniques = ((False, False), (True, False), (True, True))
     assert [slots(Grid(3, 4, 6), Worker(1, 2), *each) for each in techniques] == [36, 29, 27]
     assert one_f_one_b_seconds(Costs.uniform(4), 6) == 27
     assert zero_bubble(4, 6) == 21
 
 
-def test_a_large_grid_hides_a_failure_from_both_baselines() -> None:
+def test_a_large_grid_hides_a_failure_from_both_baselines():
     grid, failed = Grid(12, 16, 48), Worker(1, 8)
     adaptive, split_backward, staggered = (
         slots(grid, failed, *each) for each in ((False, False), (True, False), (True, True))
@@ -67,7 +67,7 @@ def test_a_large_grid_hides_a_failure_from_both_baselines() -> None:
     assert staggered <= zero_bubble(16, 48) < one_f_one_b_seconds(Costs.uniform(16), 48)
 
 
-def test_more_failures_and_fewer_spares_cost_more() -> None:
+def test_more_failures_and_fewer_spares_cost_more():
     model = get_model("gpt3_3_35b")
     ratios = [
         repeat(model, Cluster.of(model), RECYCLE, Poisson(interval, repair="4h"), "1d", range(5)).ratio

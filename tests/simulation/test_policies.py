@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_recycle import simulation as sim
+from lightning_recycle import simulation
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import HeuristicPlanner, Problem, Technique, Worker, normalize, normalized_failures
 from lightning_recycle.simulation.policy import Context
@@ -21,19 +21,21 @@ from lightning_recycle.simulation.recycle_and_common_policies import WorkerPlace
 
 # Checkpoints, and the parts of a recovery that grow with the number of workers, have tests of their own.
 AT_ONCE = {"agreement": 0.0, "lookup": 0.0, "connect": 0.0, "checkpoint": "memory"}
-MEDIUM, MIDDLE, LARGE = (sim.get_model(name) for name in ("gpt3_medium", "gpt3_3_35b", "gpt3_6_7b"))
+MEDIUM, MIDDLE, LARGE = (simulation.get_model(name) for name in ("gpt3_medium", "gpt3_3_35b", "gpt3_6_7b"))
 
 
 def run(policy, outages, model=MIDDLE, duration="1h", extra=0):
-    return sim.simulate(model, sim.Cluster.of(model, extra_nodes=extra), policy, sim.Scripted(outages), duration)
+    return simulation.simulate(
+        model, simulation.Cluster.of(model, extra_nodes=extra), policy, simulation.Scripted(outages), duration
+    )
 
 
-def labels(result, state=sim.State.PAUSED):
+def labels(result, state=simulation.State.PAUSED):
     return [interval.label for interval in result.intervals if interval.state is state]
 
 
 def pauses(result):
-    return {i.label: pytest.approx(i.end - i.begin) for i in result.intervals if i.state is sim.State.PAUSED}
+    return {i.label: pytest.approx(i.end - i.begin) for i in result.intervals if i.state is simulation.State.PAUSED}
 
 
 # -- ReCycle ----------------------------------------------------------------------------------------------------------
@@ -54,10 +56,12 @@ def test_recycle_steps_take_what_the_planner_says(technique, failed) -> None:
     spread = normalize(Problem(MIDDLE.grid, MIDDLE.costs(), frozenset(), technique, limit), failed)
     problem = Problem(MIDDLE.grid, MIDDLE.costs(), normalized_failures(MIDDLE.grid, spread), technique, limit)
     period = HeuristicPlanner(0).plan(problem).period
-    policy = sim.Recycle(
+    policy = simulation.Recycle(
         split_backward=technique.split_backward, staggered=technique.staggered, effort=0, checkpoint="memory"
     )
-    result = sim.simulate(MIDDLE, sim.Cluster.of(MIDDLE), policy, sim.FailedFraction(failed / 32), "1h", 7)
+    result = simulation.simulate(
+        MIDDLE, simulation.Cluster.of(MIDDLE), policy, simulation.FailedFraction(failed / 32), "1h", 7
+    )
     assert result.throughput == pytest.approx(MIDDLE.global_batch / period)
     assert result.accounting.idle == 0
 
@@ -66,7 +70,7 @@ def test_elastic_trains_with_whatever_nodes_there_are() -> None:
     """The batch stays: a step takes what the plan for so many workers takes, also beyond the fault-free grid."""
     speeds = []
     for extra in (0, 8, 32, 48):
-        policy = sim.Elastic(effort=0, checkpoint="memory", max_pipelines=2 * MIDDLE.pipelines)
+        policy = simulation.Elastic(effort=0, checkpoint="memory", max_pipelines=2 * MIDDLE.pipelines)
         result = run(policy, [], extra=extra)
         speeds.append(result.throughput)
         workers = min(64, 32 + extra)
@@ -79,38 +83,42 @@ def test_elastic_trains_with_whatever_nodes_there_are() -> None:
 
 
 def test_elastic_is_recycle_where_no_node_is_beyond_the_grid() -> None:
-    outages = [sim.Outage(600.0, (3,), 1500.0), sim.Outage(1200.0, (9,))]
+    outages = [simulation.Outage(600.0, (3,), 1500.0), simulation.Outage(1200.0, (9,))]
     common = {"effort": 0, "checkpoint": "memory"}
-    elastic, recycle = (run(kind(**common), outages) for kind in (sim.Elastic, sim.Recycle))
+    elastic, recycle = (run(kind(**common), outages) for kind in (simulation.Elastic, simulation.Recycle))
     assert elastic.throughput == pytest.approx(recycle.throughput, rel=0.01)
 
 
 def test_nodes_beyond_the_grid_join_at_a_step_boundary() -> None:
-    result = run(sim.Elastic(effort=0, checkpoint="memory"), [sim.Outage(0.0, (30, 31, 32, 33), 900.0)], extra=2)
-    trained = [i.label for i in result.intervals if i.state is sim.State.TRAINING]
+    result = run(
+        simulation.Elastic(effort=0, checkpoint="memory"), [simulation.Outage(0.0, (30, 31, 32, 33), 900.0)], extra=2
+    )
+    trained = [i.label for i in result.intervals if i.state is simulation.State.TRAINING]
     assert trained[-1] == "34 workers"
     assert "30 workers" in trained
 
 
 def test_recycle_chooses_the_stages_of_failures_by_the_plans_as_a_run_does() -> None:
     """Bounds alone choose a stage whose plan is 7.5 % above the bound with 32 samples in a step."""
-    model = sim.get_model("gpt3_6_7b", global_batch=32)
+    model = simulation.get_model("gpt3_6_7b", global_batch=32)
     limit = model.in_flight_limit()
     problem = Problem(model.grid, model.costs(), in_flight_limit=limit)
     gone = normalized_failures(model.grid, normalize(problem, 1))
     by_bounds = HeuristicPlanner(100_000).plan(replace(problem, failed=gone))
-    result = sim.simulate(model, sim.Cluster.of(model), sim.Recycle(), sim.FailedFraction(1 / 32), "1h")
+    result = simulation.simulate(
+        model, simulation.Cluster.of(model), simulation.Recycle(), simulation.FailedFraction(1 / 32), "1h"
+    )
     assert model.global_batch / result.throughput < by_bounds.period / 1.02
 
 
 def test_each_technique_is_worth_something() -> None:
     ratios = [
-        sim.simulate(LARGE, sim.Cluster.of(LARGE), policy, sim.FailedFraction(3 / 32), "1h").ratio
+        simulation.simulate(LARGE, simulation.Cluster.of(LARGE), policy, simulation.FailedFraction(3 / 32), "1h").ratio
         for policy in (
-            sim.Recycle(adaptive=False, split_backward=False, staggered=False),
-            sim.Recycle(split_backward=False, staggered=False),
-            sim.Recycle(staggered=False),
-            sim.Recycle(),
+            simulation.Recycle(adaptive=False, split_backward=False, staggered=False),
+            simulation.Recycle(split_backward=False, staggered=False),
+            simulation.Recycle(staggered=False),
+            simulation.Recycle(),
         )
     ]
     assert ratios == sorted(ratios)
@@ -119,23 +127,27 @@ def test_each_technique_is_worth_something() -> None:
 
 def test_other_techniques_need_re_routing() -> None:
     with pytest.raises(ConfigurationError, match="adaptive=False"):
-        sim.Recycle(adaptive=False)
+        simulation.Recycle(adaptive=False)
 
 
 def test_recycle_pauses_to_detect_regroup_and_move_one_stage() -> None:
     # Two failures at the same stage: normalization sends one of the vacancies to another stage, with one copy.
     first, second = MIDDLE.grid.rank(Worker(0, 3)), MIDDLE.grid.rank(Worker(1, 3))
-    result = run(sim.Recycle(effort=0, **AT_ONCE), [sim.Outage(100.0, (first, second))])
+    result = run(simulation.Recycle(effort=0, **AT_ONCE), [simulation.Outage(100.0, (first, second))])
     transfer = MIDDLE.transfer_seconds(0.25)
     spread = normalize(Problem(MIDDLE.grid, MIDDLE.costs(), in_flight_limit=MIDDLE.in_flight_limit()), 2)
     assert pauses(result) == {"detect": 5.0, "regroup": 5.0, "transfer": transfer, "fill": fill(spread)}
-    still = run(sim.Recycle(effort=0, normalization=False, **AT_ONCE), [sim.Outage(100.0, (first, second))])
+    still = run(
+        simulation.Recycle(effort=0, normalization=False, **AT_ONCE), [simulation.Outage(100.0, (first, second))]
+    )
     assert pauses(still) == {"detect": 5.0, "regroup": 5.0, "fill": fill((0, 0, 0, 2))}
     assert still.throughput < result.throughput
 
 
 def test_a_rejoin_with_seconds_of_its_own_needs_no_recovery() -> None:
-    result = run(sim.Recycle(effort=0, checkpoint="memory", rejoin=2.0), [sim.Outage(100.0, (3,), 1000.0)])
+    result = run(
+        simulation.Recycle(effort=0, checkpoint="memory", rejoin=2.0), [simulation.Outage(100.0, (3,), 1000.0)]
+    )
     assert labels(result)[-3:] == ["rejoin", "transfer", "fill"]
 
 
@@ -156,7 +168,7 @@ def test_moving_workers_copy_from_peers_in_parallel() -> None:
 
 def test_spares_must_be_in_the_cluster() -> None:
     with pytest.raises(ConfigurationError, match="extra_nodes=2"):
-        run(sim.Spares(2), [], extra=1)
+        run(simulation.Spares(2), [], extra=1)
 
 
 def test_survivors_fill_each_others_gaps_or_form_new_pipelines() -> None:
@@ -168,8 +180,8 @@ def test_survivors_fill_each_others_gaps_or_form_new_pipelines() -> None:
 
 
 def test_drop_replica_shrinks_the_batch_at_the_same_speed() -> None:
-    policy = sim.DropReplica(**AT_ONCE)
-    result = run(policy, [sim.Outage(100.0, (5,), 2000.0)])
+    policy = simulation.DropReplica(**AT_ONCE)
+    result = run(policy, [simulation.Outage(100.0, (5,), 2000.0)])
     during = next(interval for interval in result.intervals if interval.gpus == 28 and interval.throughput)
     assert during.throughput == pytest.approx(14.87 * 7 / 8)
     assert pauses(result) == {"detect": 5.0, "regroup": 5.0, "transfer": MIDDLE.transfer_seconds(0.25)}
@@ -180,37 +192,37 @@ def test_drop_replica_shrinks_the_batch_at_the_same_speed() -> None:
 
 
 def test_bamboo_runs_out_of_memory_where_the_paper_says() -> None:
-    assert [sim.Bamboo().fits(model) for model in (MEDIUM, MIDDLE, LARGE)] == [True, False, False]
-    result = run(sim.Bamboo(), [])
-    assert (result.throughput, labels(result, sim.State.STOPPED)) == (0.0, ["out of memory"])
+    assert [simulation.Bamboo().fits(model) for model in (MEDIUM, MIDDLE, LARGE)] == [True, False, False]
+    result = run(simulation.Bamboo(), [])
+    assert (result.throughput, labels(result, simulation.State.STOPPED)) == (0.0, ["out of memory"])
     assert result.accounting.fractions()["idle"] == 1.0
 
 
 def big_bamboo(**changes):
-    roomy = replace(MIDDLE, gpu=sim.Gpu("roomy", 312e12, 800e9, 2e12), throughput=None)
-    policy = sim.Bamboo(**AT_ONCE, **changes)
+    roomy = replace(MIDDLE, gpu=simulation.Gpu("roomy", 312e12, 800e9, 2e12), throughput=None)
+    policy = simulation.Bamboo(**AT_ONCE, **changes)
     return lambda outages, duration="1h": run(policy, outages, model=roomy, duration=duration)
 
 
 def test_bamboo_slows_down_by_half_until_it_reconfigures() -> None:
-    result = big_bamboo(threshold=1.0)([sim.Outage(1000.0, (5,))])
+    result = big_bamboo(threshold=1.0)([simulation.Outage(1000.0, (5,))])
     first, last = result.intervals[0], result.intervals[-1]
     assert last.throughput == pytest.approx(first.throughput / 1.5)
     assert (last.gpus, labels(result)) == (31, [])
     assert result.accounting.fractions()["redone"] > 0.1  # redundant forwards
-    result = big_bamboo()([sim.Outage(1000.0, (5,))])  # 2 of 31 without redundancy are more than 5 %
+    result = big_bamboo()([simulation.Outage(1000.0, (5,))])  # 2 of 31 without redundancy are more than 5 %
     assert pauses(result)["reconfigure"] == 20.0
     assert (result.intervals[-1].gpus, result.intervals[-1].label) == (28, "bamboo, 7 of 8 pipelines")
-    assert sim.Bamboo().node_start == 45.0
+    assert simulation.Bamboo().node_start == 45.0
 
 
 def test_bamboo_cannot_lose_two_neighbours() -> None:
-    apart = big_bamboo(threshold=1.0)([sim.Outage(1000.0, (4,)), sim.Outage(1001.0, (6,))])
+    apart = big_bamboo(threshold=1.0)([simulation.Outage(1000.0, (4,)), simulation.Outage(1001.0, (6,))])
     assert labels(apart) == []
     for second in (4, 6):  # the predecessor that does both, or the next one
-        fatal = big_bamboo(threshold=1.0)([sim.Outage(1000.0, (5,)), sim.Outage(1001.0, (second,))])
+        fatal = big_bamboo(threshold=1.0)([simulation.Outage(1000.0, (5,)), simulation.Outage(1001.0, (second,))])
         assert pauses(fatal)["rendezvous"] == 30.0
-        assert any(interval.state is sim.State.LOST for interval in fatal.intervals)
+        assert any(interval.state is simulation.State.LOST for interval in fatal.intervals)
 
 
 # -- Oobleck ----------------------------------------------------------------------------------------------------------
@@ -240,13 +252,17 @@ def test_batches_are_shared_by_speed() -> None:
 
 def test_least_nodes_follow_from_memory() -> None:
     assert [least_nodes(model, 6.0) for model in (MEDIUM, MIDDLE, LARGE)] == [1, 2, 4]
-    tiny = replace(MEDIUM, gpu=sim.Gpu("tiny", 312e12, 1e9, 1e12), throughput=None)
+    tiny = replace(MEDIUM, gpu=simulation.Gpu("tiny", 312e12, 1e9, 1e12), throughput=None)
     assert least_nodes(tiny, 6.0) is None
 
 
 def test_oobleck_shrinks_borrows_and_merges() -> None:
     def shapes(nodes):
-        return run(sim.Oobleck(), [sim.Outage(1000.0, nodes)], model=LARGE, duration="2000s").intervals[-1].label
+        return (
+            run(simulation.Oobleck(), [simulation.Outage(1000.0, nodes)], model=LARGE, duration="2000s")
+            .intervals[-1]
+            .label
+        )
 
     assert shapes((0,)) == "oobleck, 3 x 8, 1 x 7"
     assert shapes((0, 1, 2, 3)) == "oobleck, 3 x 8, 1 x 4"
@@ -281,16 +297,16 @@ def test_varuna_takes_the_fastest_depth_that_fits() -> None:
     planned = morph(model, 32, "planned", 0)
     assert planned is not None
     assert (planned[:3], planned[3] < seconds) == (layout[:3], True)
-    assert morph(replace(model, gpu=sim.Gpu("tiny", 312e12, 1e9, 1e12)), 32) is None
+    assert morph(replace(model, gpu=simulation.Gpu("tiny", 312e12, 1e9, 1e12)), 32) is None
 
 
 def test_varuna_relaunches_from_a_checkpoint_with_the_same_batch() -> None:
-    result = run(sim.Varuna(), [sim.Outage(1500.0, (5,))])
+    result = run(simulation.Varuna(), [simulation.Outage(1500.0, (5,))])
     assert pauses(result)["restart"] == 90.0
-    assert [interval.state for interval in result.intervals].count(sim.State.LOST) >= 1
+    assert [interval.state for interval in result.intervals].count(simulation.State.LOST) >= 1
     assert result.intervals[-1].gpus < 32
     assert (
-        result.accounting.seconds(sim.Cause.REDONE) > result.accounting.seconds(sim.Cause.USEFUL) / 5
+        result.accounting.seconds(simulation.Cause.REDONE) > result.accounting.seconds(simulation.Cause.USEFUL) / 5
     )  # recomputation
 
 
@@ -299,32 +315,32 @@ def test_varuna_relaunches_from_a_checkpoint_with_the_same_batch() -> None:
 
 def test_fault_free_baselines_are_the_papers_and_the_zero_bubble_one() -> None:
     kinds = ("1f1b", "zero_bubble", "planned")
-    usual, zero, planned = (run(sim.FaultFree(schedule), [], model=LARGE).ratio for schedule in kinds)
+    usual, zero, planned = (run(simulation.FaultFree(schedule), [], model=LARGE).ratio for schedule in kinds)
     assert usual == pytest.approx(1.0)
     assert 1.05 < zero < 1.25
     assert zero < planned < 1.27
     with pytest.raises(ConfigurationError, match="gpipe"):
-        sim.FaultFree("gpipe")
+        simulation.FaultFree("gpipe")
 
 
 @pytest.mark.parametrize(
     "policy",
     [
-        sim.Recycle(),
-        sim.Merge(),
-        sim.Spares(0),
-        sim.DropReplica(),
-        sim.Restart(),
-        sim.Oobleck(),
-        sim.Varuna(),
-        sim.Auto(effort=0),
+        simulation.Recycle(),
+        simulation.Merge(),
+        simulation.Spares(0),
+        simulation.DropReplica(),
+        simulation.Restart(),
+        simulation.Oobleck(),
+        simulation.Varuna(),
+        simulation.Auto(effort=0),
     ],
     ids=lambda policy: type(policy).__name__,
 )
 def test_policies_survive_the_loss_and_return_of_everything(policy) -> None:
-    context = Context(MEDIUM, sim.Cluster.of(MEDIUM))
+    context = Context(MEDIUM, simulation.Cluster.of(MEDIUM))
     assert policy.begin(context, frozenset()).configuration.running is False
-    result = run(policy, [sim.Outage(600.0, tuple(range(32)), 900.0)], model=MEDIUM)
+    result = run(policy, [simulation.Outage(600.0, tuple(range(32)), 900.0)], model=MEDIUM)
     assert result.intervals[-1].gpus == 32
-    stop = [interval for interval in result.intervals if interval.state is sim.State.STOPPED]
+    stop = [interval for interval in result.intervals if interval.state is simulation.State.STOPPED]
     assert (stop[0].begin, stop[-1].end) == (600.0, pytest.approx(900.0, abs=0.01))

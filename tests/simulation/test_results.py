@@ -6,38 +6,38 @@ from random_outages import DURATION, GRIDS, outages
 from random_outages import small_model as model
 from support.drawn_examples import check_examples, examples
 
-from lightning_recycle import simulation as sim
+from lightning_recycle import simulation
 
 POLICIES = [
-    sim.Recycle(effort=0),
-    sim.Recycle(effort=0, schedule="1f1b", checkpoint="memory"),
-    sim.Recycle(effort=0, normalization=False, fault_free="1f1b", checkpoint="memory", checkpoint_every="young"),
-    sim.Recycle(adaptive=False, split_backward=False, staggered=False),
-    sim.Elastic(effort=0),
-    sim.Auto(effort=0),
-    sim.Auto(effort=0, schedule="1f1b", checkpoint="memory"),
-    sim.Merge(),
-    sim.Merge(schedule="planned", effort=0, checkpoint="sharded", checkpoint_every=200.0),
-    sim.Spares(0),
-    sim.Spares(2, schedule="planned", effort=0),
-    sim.DropReplica(checkpoint="memory"),
-    sim.DropReplica(schedule="planned", effort=0),
-    sim.Restart(checkpoint="synchronous", checkpoint_every=200.0, restart=50.0),
-    sim.Restart(checkpoint_every="daly", restart=50.0, storage=1e6),
-    sim.Restart(checkpoint_every=20.0, restart=50.0, schedule="planned", effort=0, storage=1e6),
-    sim.Bamboo(checkpoint_every=300.0),
-    sim.Bamboo(checkpoint_every=300.0, schedule="planned", effort=0),
-    sim.Oobleck(),
-    sim.Oobleck(schedule="planned", effort=0),
-    sim.Varuna(checkpoint="synchronous", checkpoint_every=200.0),
-    sim.Varuna(schedule="planned", effort=0),
-    sim.FaultFree(),
-    sim.FaultFree("planned"),
+    simulation.Recycle(effort=0),
+    simulation.Recycle(effort=0, schedule="1f1b", checkpoint="memory"),
+    simulation.Recycle(effort=0, normalization=False, fault_free="1f1b", checkpoint="memory", checkpoint_every="young"),
+    simulation.Recycle(adaptive=False, split_backward=False, staggered=False),
+    simulation.Elastic(effort=0),
+    simulation.Auto(effort=0),
+    simulation.Auto(effort=0, schedule="1f1b", checkpoint="memory"),
+    simulation.Merge(),
+    simulation.Merge(schedule="planned", effort=0, checkpoint="sharded", checkpoint_every=200.0),
+    simulation.Spares(0),
+    simulation.Spares(2, schedule="planned", effort=0),
+    simulation.DropReplica(checkpoint="memory"),
+    simulation.DropReplica(schedule="planned", effort=0),
+    simulation.Restart(checkpoint="synchronous", checkpoint_every=200.0, restart=50.0),
+    simulation.Restart(checkpoint_every="daly", restart=50.0, storage=1e6),
+    simulation.Restart(checkpoint_every=20.0, restart=50.0, schedule="planned", effort=0, storage=1e6),
+    simulation.Bamboo(checkpoint_every=300.0),
+    simulation.Bamboo(checkpoint_every=300.0, schedule="planned", effort=0),
+    simulation.Oobleck(),
+    simulation.Oobleck(schedule="planned", effort=0),
+    simulation.Varuna(checkpoint="synchronous", checkpoint_every=200.0),
+    simulation.Varuna(schedule="planned", effort=0),
+    simulation.FaultFree(),
+    simulation.FaultFree("planned"),
 ]
 
 
 @examples(40, 2000)
-def test_the_parts_add_up_and_agree_with_the_failures(examples) -> None:
+def test_the_parts_add_up_and_agree_with_the_failures(examples):
     check_examples(check_failures, examples)
 
 
@@ -45,11 +45,11 @@ def check_failures(data) -> None:
     policy = data.draw(st.sampled_from(POLICIES))
     pipelines, stages = data.draw(st.sampled_from(GRIDS))
     chosen = model(pipelines, stages)
-    extra = 2 if isinstance(policy, sim.Spares) else data.draw(st.sampled_from([0, 3]))
+    extra = 2 if isinstance(policy, simulation.Spares) else data.draw(st.sampled_from([0, 3]))
     gpus_per_node = data.draw(st.sampled_from([size for size in (1, 2) if chosen.gpus % size == 0]))
-    cluster = sim.Cluster.of(chosen, gpus_per_node=gpus_per_node, extra_nodes=extra, price=3.6)
+    cluster = simulation.Cluster.of(chosen, gpus_per_node=gpus_per_node, extra_nodes=extra, price=3.6)
     broken = data.draw(outages(cluster.nodes))
-    result = sim.simulate(chosen, cluster, policy, sim.Scripted(broken), DURATION)
+    result = simulation.simulate(chosen, cluster, policy, simulation.Scripted(broken), DURATION)
     account = result.accounting
     check_the_sums(result, chosen, cluster)
 
@@ -59,10 +59,12 @@ def check_failures(data) -> None:
     assert result.cost == pytest.approx(1e-3 * (cluster.gpus * DURATION - account.failed / 1e9))
 
 
-def check_the_sums(result: sim.SimulationResult, chosen: sim.TrainingModel, cluster: sim.Cluster) -> None:
+def check_the_sums(
+    result: simulation.SimulationResult, chosen: simulation.TrainingModel, cluster: simulation.Cluster
+) -> None:
     account = result.accounting
     assert account.total == cluster.gpus * round(DURATION * 1e9)
-    assert all(getattr(account, cause.value) >= 0 for cause in sim.Cause)
+    assert all(getattr(account, cause.value) >= 0 for cause in simulation.Cause)
     assert sum(account.fractions().values()) == pytest.approx(1.0)
 
     # The timeline has no gap and no overlap.
@@ -72,15 +74,15 @@ def check_the_sums(result: sim.SimulationResult, chosen: sim.TrainingModel, clus
 
     # Useful time is what the samples need, and samples are what the timeline says.
     per_sample = chosen.useful_gpu_seconds / chosen.global_batch
-    assert account.seconds(sim.Cause.USEFUL) == pytest.approx(result.samples * per_sample, rel=1e-6, abs=1e-5)
-    trained = sum((i.end - i.begin) * i.throughput for i in result.intervals if i.state is sim.State.TRAINING)
+    assert account.seconds(simulation.Cause.USEFUL) == pytest.approx(result.samples * per_sample, rel=1e-6, abs=1e-5)
+    trained = sum((i.end - i.begin) * i.throughput for i in result.intervals if i.state is simulation.State.TRAINING)
     assert result.samples == pytest.approx(trained, rel=1e-6, abs=1e-6)
     assert sum(result.losses().values()) == pytest.approx(
         result.fault_free_throughput * cluster.gpus / chosen.gpus - result.throughput
     )
 
 
-def failed_ticks(node: int, broken: list[sim.Outage]) -> int:
+def failed_ticks(node: int, broken: list[simulation.Outage]) -> int:
     """Nanoseconds for which a node is down: the union of its outages."""
     end = round(DURATION * 1e9)
     spans = sorted(
@@ -96,27 +98,28 @@ def failed_ticks(node: int, broken: list[sim.Outage]) -> int:
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
-def test_the_same_seed_gives_the_same_run_and_another_seed_another(policy) -> None:
+def test_the_same_seed_gives_the_same_run_and_another_seed_another(policy):
     chosen = model(3, 4)
-    cluster = sim.Cluster.of(chosen, extra_nodes=getattr(policy, "spares", 0))
+    cluster = simulation.Cluster.of(chosen, extra_nodes=getattr(policy, "spares", 0))
     runs = [
-        sim.simulate(chosen, cluster, policy, sim.Poisson(300.0, repair=200.0), DURATION, seed) for seed in (1, 1, 2)
+        simulation.simulate(chosen, cluster, policy, simulation.Poisson(300.0, repair=200.0), DURATION, seed)
+        for seed in (1, 1, 2)
     ]
     assert runs[0] == runs[1]
     assert (runs[0] == runs[2]) is policy.ignores_failures
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
-def test_without_failures_nothing_is_lost_or_failed(policy) -> None:
+def test_without_failures_nothing_is_lost_or_failed(policy):
     chosen = model(3, 4)
-    cluster = sim.Cluster.of(chosen, extra_nodes=getattr(policy, "spares", 0))
-    result = sim.simulate(chosen, cluster, policy, sim.Scripted(), DURATION)
+    cluster = simulation.Cluster.of(chosen, extra_nodes=getattr(policy, "spares", 0))
+    result = simulation.simulate(chosen, cluster, policy, simulation.Scripted(), DURATION)
     account = result.accounting
     assert account.failed == 0
-    assert all(interval.state in (sim.State.TRAINING, sim.State.PAUSED) for interval in result.intervals)
-    if not isinstance(policy, (sim.Bamboo, sim.Varuna)):  # these compute twice, by design
+    assert all(interval.state in (simulation.State.TRAINING, simulation.State.PAUSED) for interval in result.intervals)
+    if not isinstance(policy, (simulation.Bamboo, simulation.Varuna)):  # these compute twice, by design
         assert account.redone == 0
-    stalls = {interval.label for interval in result.intervals if interval.state is sim.State.PAUSED}
+    stalls = {interval.label for interval in result.intervals if interval.state is simulation.State.PAUSED}
     assert stalls <= {"checkpoint"}
     if getattr(policy, "checkpoint", "memory") == "memory":
         assert not stalls

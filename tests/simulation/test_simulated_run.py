@@ -45,14 +45,14 @@ def timeline(result):
 LESS = replace(STEADY, label="less", gpus=31, useful_gpu_seconds=232.5)
 
 
-def test_without_events_steps_follow_each_other() -> None:
+def test_without_events_steps_follow_each_other():
     result = run({}, [], duration=95.0)
     assert result.samples == pytest.approx(950)
     assert parts(result) == {"useful": 95 * 24, "bubble": 95 * 8}
     assert timeline(result) == [(0, 95, "training", "steady")]
 
 
-def test_a_failure_loses_the_step_in_progress_and_pauses() -> None:
+def test_a_failure_loses_the_step_in_progress_and_pauses():
     answer = Reaction(LESS, (Downtime("detect", 3.0), Downtime("regroup", 4.0)), Loss.STEP)
     result = run({(36.0, "down"): answer}, [sim.Outage(36.0, (5,))])
     assert timeline(result) == [
@@ -73,7 +73,7 @@ def test_a_failure_loses_the_step_in_progress_and_pauses() -> None:
     }
 
 
-def test_a_checkpoint_loss_goes_back_over_pauses_and_configurations() -> None:
+def test_a_checkpoint_loss_goes_back_over_pauses_and_configurations():
     # Checkpoints at the ends of steps, every 20 s, 1 s each: complete at 21 and 42.
     first = replace(STEADY, checkpoint_every=20.0, checkpoint_seconds=1.0)
     again = replace(LESS, checkpoint_every=20.0, checkpoint_seconds=1.0)
@@ -100,7 +100,7 @@ def test_a_checkpoint_loss_goes_back_over_pauses_and_configurations() -> None:
     ]
 
 
-def test_a_repair_waits_for_the_end_of_the_step() -> None:
+def test_a_repair_waits_for_the_end_of_the_step():
     answers = {(0.0, "down"): None, (36.0, "up"): Reaction(STEADY, (Downtime("join", 2.0),), at_boundary=True)}
     result = run(answers, [sim.Outage(0.0, (5,), 36.0)], first=LESS)
     assert timeline(result) == [
@@ -115,7 +115,7 @@ def test_a_repair_waits_for_the_end_of_the_step() -> None:
 
 
 @pytest.mark.parametrize(("lead", "boundary"), [(0.0, 40), (3.9, 40), (4.1, 50), (13.9, 50), (14.1, 60)])
-def test_a_repair_waits_for_the_end_of_the_newest_step_that_somebody_has_begun(lead, boundary) -> None:
+def test_a_repair_waits_for_the_end_of_the_newest_step_that_somebody_has_begun(lead, boundary):
     overlapping = replace(LESS, lead_seconds=lead)
     answers = {(0.0, "down"): None, (36.0, "up"): Reaction(STEADY, (Downtime("join", 2.0),), at_boundary=True)}
     result = run(answers, [sim.Outage(0.0, (5,), 36.0)], first=overlapping)
@@ -123,7 +123,7 @@ def test_a_repair_waits_for_the_end_of_the_newest_step_that_somebody_has_begun(l
     assert "redone" not in parts(result)
 
 
-def test_a_step_goes_on_at_another_speed_where_a_policy_loses_nothing() -> None:
+def test_a_step_goes_on_at_another_speed_where_a_policy_loses_nothing():
     slow = replace(LESS, step_seconds=20.0)
     result = run({(35.0, "down"): Reaction(slow)}, [sim.Outage(35.0, (5,))], duration=65.0)
     # Half of the fourth step is done at 35; the other half takes 10 s; then one step until 65.
@@ -133,7 +133,7 @@ def test_a_step_goes_on_at_another_speed_where_a_policy_loses_nothing() -> None:
     assert next(interval.begin for interval in lost.intervals if interval.state is sim.State.LOST) == 30
 
 
-def test_an_alarm_rings_once_and_a_new_reaction_clears_it() -> None:
+def test_an_alarm_rings_once_and_a_new_reaction_clears_it():
     fast = replace(LESS, label="fast", step_seconds=8.0)
     answers = {
         (10.0, "down"): Reaction(LESS, lost=Loss.STEP, wake=25.0),
@@ -147,7 +147,7 @@ def test_an_alarm_rings_once_and_a_new_reaction_clears_it() -> None:
     assert [event.kind for event in result.events] == ["failure", "failure"]
 
 
-def test_what_waits_for_the_end_of_a_step_does_not_outlive_the_node_it_rests_on() -> None:
+def test_what_waits_for_the_end_of_a_step_does_not_outlive_the_node_it_rests_on():
     asked = []
 
     class Recorder(Script):
@@ -163,7 +163,7 @@ def test_what_waits_for_the_end_of_a_step_does_not_outlive_the_node_it_rests_on(
     assert {interval.label for interval in result.intervals} == {"less"}
 
 
-def test_where_nothing_runs_all_live_gpus_are_idle() -> None:
+def test_where_nothing_runs_all_live_gpus_are_idle():
     from lightning_recycle.simulation.policy import stopped
 
     result = run({(36.0, "down"): Reaction(stopped("too few"), lost=Loss.STEP)}, [sim.Outage(36.0, (5,))])
@@ -171,14 +171,14 @@ def test_where_nothing_runs_all_live_gpus_are_idle() -> None:
     assert parts(result)["idle"] == 64 * 31
 
 
-def test_a_policy_that_claims_impossible_work_is_found_out() -> None:
+def test_a_policy_that_claims_impossible_work_is_found_out():
     with pytest.raises(PlanningError, match="impossible"):
         run({}, [], first=replace(STEADY, useful_gpu_seconds=321.0))
     with pytest.raises(PlanningError, match="impossible"):
         run({}, [sim.Outage(36.0, (5,))])  # it goes on with 32 GPUs of 31
 
 
-def test_nodes_that_are_down_from_the_start_interrupt_nothing() -> None:
+def test_nodes_that_are_down_from_the_start_interrupt_nothing():
     result = sim.simulate(
         MODEL, CLUSTER, sim.DropReplica(checkpoint="memory"), sim.Scripted([sim.Outage(0.0, (5,))]), "1h"
     )
@@ -186,37 +186,33 @@ def test_nodes_that_are_down_from_the_start_interrupt_nothing() -> None:
     assert result.accounting.reconfiguring == 0
 
 
-def test_losses_explain_the_whole_difference_to_fault_free() -> None:
+def test_losses_explain_the_whole_difference_to_fault_free():
     result = sim.simulate(MODEL, CLUSTER, sim.DropReplica(), sim.Poisson("30min"), "6h", 1)
     assert sum(result.losses().values()) == pytest.approx(27.58 - result.throughput)
     assert sim.simulate(MODEL, CLUSTER, sim.FaultFree(), sim.Poisson("30min"), "6h").throughput == pytest.approx(27.58)
 
 
-def test_a_cluster_must_hold_the_grid() -> None:
+def test_a_cluster_must_hold_the_grid():
     with pytest.raises(ConfigurationError, match="32 GPUs, the cluster has 31"):
         sim.simulate(MODEL, sim.Cluster(31), sim.FaultFree(), sim.Poisson(), "1h")
     with pytest.raises(ConfigurationError, match="not a whole number of nodes"):
         sim.Cluster.of(MODEL, gpus_per_node=5)
 
 
-def test_weeks_of_thousands_of_gpus_take_a_moment() -> None:
+def test_weeks_of_thousands_of_gpus_take_a_moment():
     import time
 
     model = sim.get_model("gpt3_medium", pipelines=512, global_batch=512 * 8, throughput=None)
     started = time.process_time()
     result = sim.simulate(
-        model,
-        sim.Cluster.of(model, gpus_per_node=8),
-        sim.DropReplica(),
-        sim.FailureRate(16 * LLAMA3_PER_GPU_DAY),
-        "54d",
-        1,
-    )
+        model, sim.Cluster.of(model, gpus_per_node=8), sim.DropReplica(), sim.FailureRate(16 * LLAMA3_PER_GPU_DAY),
+        "54d", 1,
+    )  # fmt: skip
     assert result.failures == pytest.approx(419, abs=62)
     assert time.process_time() - started < 20
 
 
-def test_goodput_ettr_and_mfu_follow_from_the_accounting() -> None:
+def test_goodput_ettr_and_mfu_follow_from_the_accounting():
     usual = sim.simulate(MODEL, CLUSTER, sim.FaultFree(), sim.Scripted(), "1h")
     assert usual.ettr == 1.0
     assert usual.goodput == pytest.approx(usual.fraction_of_ideal)

@@ -1,11 +1,11 @@
 """The traces that ship with the package, and their loader."""
 
 import doctest
-import subprocess
 import sys
 from importlib import import_module, resources
 
 import pytest
+from support.scripts import completed
 
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.traces import NodeEvent, available_traces, load_trace
@@ -13,13 +13,9 @@ from lightning_recycle.traces import NodeEvent, available_traces, load_trace
 
 @pytest.mark.parametrize(
     ("name", "hours", "ups", "downs", "peak", "mean"),
-    [
-        ("aws-p3", 11.4, 177, 167, 32, 24.0),
-        ("aws-g4dn", 10.8, 79, 74, 24, 12.6),
-        ("aws-p2", 88.7, 186, 172, 16, 15.5),
-    ],
+    [("aws-p3", 11.4, 177, 167, 32, 24.0), ("aws-g4dn", 10.8, 79, 74, 24, 12.6), ("aws-p2", 88.7, 186, 172, 16, 15.5)],
 )
-def test_aws_traces_are_what_their_readme_says(name, hours, ups, downs, peak, mean) -> None:
+def test_aws_traces_are_what_their_readme_says(name, hours, ups, downs, peak, mean):
     trace = load_trace(name)
     assert round(trace.duration / 3600, 1) == hours
     assert [sum(event.up is up for event in trace.events) for up in (True, False)] == [ups, downs]
@@ -28,7 +24,7 @@ def test_aws_traces_are_what_their_readme_says(name, hours, ups, downs, peak, me
 
 
 @pytest.mark.parametrize(("name", "least", "most", "hours"), [("gcp-a100", 17, 64, 27), ("gcp-v100", 30, 80, 24.2)])
-def test_gcp_traces_are_what_their_readme_says(name, least, most, hours) -> None:
+def test_gcp_traces_are_what_their_readme_says(name, least, most, hours):
     trace = load_trace(name)
     counts = [count for _, count in trace.availability]
     assert (min(counts), trace.peak) == (least, most)
@@ -36,7 +32,7 @@ def test_gcp_traces_are_what_their_readme_says(name, least, most, hours) -> None
 
 
 @pytest.mark.parametrize("name", available_traces())
-def test_nodes_come_and_go_in_turn_and_in_order(name) -> None:
+def test_nodes_come_and_go_in_turn_and_in_order(name):
     trace = load_trace(name)
     up: set[int] = set()
     for before, event in zip((NodeEvent(0.0, 0, False), *trace.events), trace.events, strict=False):
@@ -46,17 +42,17 @@ def test_nodes_come_and_go_in_turn_and_in_order(name) -> None:
     assert {event.node for event in trace.events} == set(range(trace.peak))
 
 
-def test_rows_out_of_order_do_not_make_instances_flicker() -> None:
+def test_rows_out_of_order_do_not_make_instances_flicker():
     # The first rows of this file go 80, 80, 80, 70 at times 0, 60, 120, 60.
     assert load_trace("gcp-v100").availability[:2] == ((0.0, 80), (180.0, 70))
 
 
-def test_unknown_trace_is_refused_with_the_known_ones() -> None:
+def test_unknown_trace_is_refused_with_the_known_ones():
     with pytest.raises(ConfigurationError, match=r"'azure'.*aws-p3"):
         load_trace("azure")
 
 
-def test_files_of_the_same_formats_are_read(tmp_path) -> None:
+def test_files_of_the_same_formats_are_read(tmp_path):
     named, counted, timed = (tmp_path / name for name in ("named.csv", "counted.txt", "timed.csv"))
     named.write_text("0,add,a\n0,add,b\n5000,remove,a\n7000,add,c\n")
     counted.write_text("2024-01-01, 00:00:07, 2\n2024-01-01, 00:00:00, 2\n2024-01-01, 00:00:05, 1\n")
@@ -67,23 +63,23 @@ def test_files_of_the_same_formats_are_read(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "one row", "0,add", "1.5,many", "2024-01-01, noon, 3"])
-def test_a_file_that_is_no_trace_is_refused_by_name(tmp_path, text) -> None:
+def test_a_file_that_is_no_trace_is_refused_by_name(tmp_path, text):
     path = tmp_path / "wrong.csv"
     path.write_text(text)
     with pytest.raises(ConfigurationError, match=r"wrong\.csv cannot be parsed"):
         load_trace(path)
 
 
-def test_licence_and_origin_ship_with_the_data() -> None:
+def test_licence_and_origin_ship_with_the_data():
     folder = resources.files("lightning_recycle.traces")
     assert "MIT License" in folder.joinpath("LICENSE").read_text()
     assert "Bamboo" in folder.joinpath("README.md").read_text()
 
 
 @pytest.mark.parametrize("package", ["lightning_recycle.traces", "lightning_recycle.simulation"])
-def test_importing_loads_neither_torch_nor_lightning_nor_solvers(package) -> None:
+def test_importing_loads_neither_torch_nor_lightning_nor_solvers(package):
     code = f"import sys, {package}; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    loaded = completed([sys.executable, "-c", code], check=True).stdout.split()
     assert not {"torch", "lightning", "mip", "highspy", "ortools", "numpy"}.intersection(loaded)
     if package.endswith("traces"):
         assert not any(
@@ -92,7 +88,7 @@ def test_importing_loads_neither_torch_nor_lightning_nor_solvers(package) -> Non
 
 
 @pytest.mark.parametrize("package", ["lightning_recycle.traces", "lightning_recycle.simulation"])
-def test_the_examples_in_the_documentation_are_true(package) -> None:
+def test_the_examples_in_the_documentation_are_true(package):
     found = doctest.testmod(import_module(package))
     assert found.attempted
     assert not found.failed

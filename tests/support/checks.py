@@ -1,7 +1,5 @@
 """Which computations workers check in a step."""
 
-from __future__ import annotations
-
 from lightning_recycle.planning.program import WorkerChecks
 from support.models import GLOBAL_MICROBATCHES
 

@@ -4,8 +4,6 @@ Whoever imports this module gives the workers of a shared device different names
 each. NCCL 2.30 and newer allow that; older ones are told that each worker is another host.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
@@ -105,10 +103,9 @@ class Taken(L.Callback):
         self._most: dict[str, int] = {}
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        strategy: Any = trainer.strategy
-        alive = str(len(strategy.live_workers))
+        alive = str(len(trainer.strategy.live_workers))
         self._most[alive] = max(self._most.get(alive, 0), torch.cuda.max_memory_allocated())
-        (self._folder / f"{strategy.grid_rank}.json").write_text(json.dumps(self._most))
+        (self._folder / f"{trainer.strategy.grid_rank}.json").write_text(json.dumps(self._most))
 
     @staticmethod
     def read(folder: Path, alive: int) -> list[int]:

@@ -7,8 +7,6 @@ project's: its training step runs the micro-batches of all pipelines one after t
 kept, which is the rule that :mod:`lightning_recycle` promises to follow on every grid.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections import Counter, deque
@@ -149,13 +147,9 @@ def recipes(draw: Any) -> Recipe:
     """Recipes in which anything may meet anything."""
     stages = draw(st.sampled_from([1, 1, 2]))
     place = st.builds(
-        Place,
-        kind=st.sampled_from(sorted(KINDS)),
-        layer=st.sampled_from([None, 0, 1, 2]),
-        alike=st.booleans(),
-        begins=st.sampled_from([0, 0, 2, 5]),
-        hook=st.sampled_from(["", "", *_HOOKS]),
-    )
+        Place, kind=st.sampled_from(sorted(KINDS)), layer=st.sampled_from([None, 0, 1, 2]), alike=st.booleans(),
+        begins=st.sampled_from([0, 0, 2, 5]), hook=st.sampled_from(["", "", *_HOOKS]),
+    )  # fmt: skip
     # What comes and goes outside of the layers is, with several stages, in none of them.
     parameters = ["", "", "frozen", "thawed", "unused", "zero at first"]
     if stages == 1:
@@ -369,7 +363,7 @@ class OneProcess(DrawnModule):
                 len(value) > len(begin[name]) and value[:-1] == begin[name] for value in left
             ):
                 self._set({name: begin[name] + [value[-1] for value in left]})
-            elif name not in self.by_slot and all(_same(left[0], value) for value in left):
+            elif name not in self.by_slot and all(as_numbers(left[0]) == as_numbers(value) for value in left):
                 self._set({name: left[0]})
             else:
                 self.by_slot[name] = left
@@ -410,7 +404,3 @@ def as_numbers(value: Any) -> Any:
     if isinstance(value, Box):
         return value.held
     return list(value) if isinstance(value, deque) else value
-
-
-def _same(one: Any, other: Any) -> bool:
-    return bool(as_numbers(one) == as_numbers(other))

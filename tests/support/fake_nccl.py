@@ -152,7 +152,6 @@ class FakeStream:
 class _Work:
     """What a kernel does with its tensor."""
 
-    lane: Lane
     done = False
 
     def __init__(self, comm: FakeComm, tensor: Tensor) -> None:
@@ -636,8 +635,7 @@ class LocalNetwork:
         return self._ids.to_bytes(UNIQUE_ID_BYTES, "big")
 
     def join(self, unique_id: bytes, size: int, rank: int) -> _LocalMeeting:
-        members = self.members.setdefault(unique_id, set())
-        members.add(rank)
+        self.members.setdefault(unique_id, set()).add(rank)
         return _LocalMeeting(self, unique_id, size, rank)
 
 

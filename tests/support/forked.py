@@ -30,7 +30,6 @@ class ForkedProcess:
         reader.close()
 
     def send_signal(self, signum: int) -> None:
-        assert self._process.pid is not None
         os.kill(self._process.pid, signum)
 
     def kill(self) -> None:

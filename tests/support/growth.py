@@ -33,14 +33,13 @@ class AwaitReplacement(L.Callback):
         self._was_interrupted = False
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        strategy: Any = trainer.strategy
-        client = strategy.session.client
+        client = trainer.strategy.session.client
         time.sleep(self._pace)
         if not self._was_interrupted and trainer.global_step not in self._steps:
             return
         self._was_interrupted = False
         deadline = time.monotonic() + LONGEST_WAIT
-        while self.missing(strategy) and time.monotonic() < deadline:
+        while self.missing(trainer.strategy) and time.monotonic() < deadline:
             if client.interrupted or client.member.is_paused:
                 self._was_interrupted = True
                 return
@@ -74,9 +73,8 @@ class Marks(L.Callback):
         self._directory, self._at = directory, at
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        strategy: Any = trainer.strategy
-        if self._at is not None and strategy.incarnation == 1:
-            strategy.at_point.append(partial(self._reach, trainer))
+        if self._at is not None and trainer.strategy.incarnation == 1:
+            trainer.strategy.at_point.append(partial(self._reach, trainer))
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         if self._at is None:
@@ -88,8 +86,7 @@ class Marks(L.Callback):
             time.sleep(30)
 
     def _mark(self, trainer: L.Trainer) -> None:
-        strategy: Any = trainer.strategy
-        (self._directory / f"{strategy.grid_rank}-{strategy.incarnation}-{os.getpid()}").touch()
+        (self._directory / f"{trainer.strategy.grid_rank}-{trainer.strategy.incarnation}-{os.getpid()}").touch()
 
 
 class Meanwhile(threading.Thread):

@@ -1,12 +1,10 @@
 """A model that holds large tensors for each micro-batch, and what its workers counted of them."""
 
-from __future__ import annotations
-
 import json
 import os
 import weakref
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import lightning as L
 import torch
@@ -45,7 +43,7 @@ class _Hold(torch.autograd.Function):
 
 class Hold(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return cast("Tensor", _Hold.apply(x)) if self.training and x.requires_grad else x
+        return _Hold.apply(x) if self.training and x.requires_grad else x
 
 
 class Heavy(Regression):
@@ -65,7 +63,7 @@ class Peaks(L.Callback):
         self.live = 0
 
     def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
-        executor = cast("Any", trainer.strategy).session.executor
+        executor = trainer.strategy.session.executor
         executor.after_operation.append(self._after)
         self.client = executor.client
 

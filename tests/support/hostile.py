@@ -3,8 +3,6 @@
 :func:`assault` says it to a coordinator.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import socket
@@ -15,16 +13,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from hypothesis import strategies as st
 
-from lightning_recycle.control.network.connection import (
-    HEADER_BYTES,
-    FrameBuffer,
-    Handshake,
-    MessageConnection,
-    Refused,
-    Role,
-    connect,
-    encode,
-)
+from lightning_recycle.control.network import connection as net
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.planning.costs import Footprint, StageProfile
 from lightning_recycle.planning.grid import Grid
@@ -91,7 +80,7 @@ def damaged_frames() -> st.SearchStrategy[bytes]:
     """Frames of messages with some bytes replaced, cut off or added; now and then none."""
     return st.builds(
         _damage,
-        any_message().map(lambda message: bytes(encode(message))),
+        any_message().map(lambda message: bytes(net.encode(message))),
         st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 255)), max_size=4),
         st.integers(0, 40) | st.just(0),
         st.binary(max_size=10) | st.just(b""),
@@ -108,7 +97,7 @@ def _damage(frame: bytes, replaced: list[tuple[int, int]], cut: int, added: byte
 def bytes_like_frames() -> st.SearchStrategy[bytes]:
     """Any bytes, and any bytes behind a header that fits them or announces more."""
     headers = st.builds(
-        lambda number, size: number.to_bytes(2, "big") + size.to_bytes(HEADER_BYTES - 2, "big"),
+        lambda number, size: number.to_bytes(2, "big") + size.to_bytes(net.HEADER_BYTES - 2, "big"),
         st.integers(0, len(MESSAGES) + 1),
         st.integers(0, 100) | st.integers(0, 2**64 - 1),
     )
@@ -131,17 +120,17 @@ def assault(address: tuple[str, int], key: bytes, hostile: tuple[list[Any], bool
     items, has_key, greets = hostile
     if has_key:
         try:
-            connection = connect(address, key)
-        except (OSError, Refused):  # it is ending
+            connection = net.connect(address, key)
+        except (OSError, net.Refused):  # it is ending
             return
     else:
         stranger = socket.create_connection(address)
-        connection = MessageConnection(stranger, FrameBuffer(()))
+        connection = net.MessageConnection(stranger, net.FrameBuffer(()))
         if greets:
-            stranger.sendall(Handshake(Role.WORKER, os.urandom(16)).greeting)
+            stranger.sendall(net.Handshake(net.Role.WORKER, os.urandom(16)).greeting)
     try:
         for item in items:
-            connection.send_bytes(item if isinstance(item, bytes) else encode(item))
+            connection.send_bytes(item if isinstance(item, bytes) else net.encode(item))
     except OSError:  # it has been refused already
         pass
     connection.close()

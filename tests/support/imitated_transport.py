@@ -1,7 +1,5 @@
 """The transport over NCCL, over the imitation of NCCL between processes."""
 
-from __future__ import annotations
-
 import torch
 
 from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport

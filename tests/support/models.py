@@ -42,10 +42,9 @@ class Divided(Regression):
 
     def configure_model(self) -> None:
         super().configure_model()
-        mesh: Any = self.device_mesh
         *_, up, down = (layer for layer in self.layers if isinstance(layer, nn.Linear))
-        parallelize_module(up, mesh["tensor_parallel"], ColwiseParallel())
-        parallelize_module(down, mesh["tensor_parallel"], RowwiseParallel())
+        parallelize_module(up, self.device_mesh["tensor_parallel"], ColwiseParallel())
+        parallelize_module(down, self.device_mesh["tensor_parallel"], RowwiseParallel())
 
 
 class Scheduled(Regression):

@@ -1,7 +1,5 @@
 """Models whose workers exchange payloads and sums by the imitated NCCL: whoever imports this module does."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch
@@ -79,9 +77,8 @@ class Joined(Wide):
     """A replacement ends the run if its state has not come from device to device."""
 
     def on_train_end(self) -> None:
-        strategy: Any = self.trainer.strategy
         if any(parameter.nbytes > 100_000 for parameter in self.parameters()):  # less goes by Gloo
-            assert strategy.incarnation == 0 or CountingTransport.states > 0
+            assert self.trainer.strategy.incarnation == 0 or CountingTransport.states > 0
 
 
 class Sticky(Wide):

@@ -1,7 +1,5 @@
 """A model whose workers try the imitated NCCL, which fails on one of them: whoever imports this module does."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -12,13 +12,9 @@ def without_reader(command: ModuleType, *arguments: str, **options: Any) -> tupl
     reader, writer = os.pipe()
     os.close(reader)
     code = f"import sys; from {command.__name__} import main; sys.exit(main())"
+    stderr = subprocess.PIPE
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        stdout=writer,
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-        **options,
+        [sys.executable, "-c", code, *arguments], stdout=writer, stderr=stderr, text=True, check=False, **options
     )
     os.close(writer)
     return done.returncode, done.stderr

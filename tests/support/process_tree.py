@@ -46,11 +46,7 @@ def orphans(variable: str, value: str) -> dict[int, str]:
 
 
 def left_after_a_while(
-    before: Collection[int],
-    variable: str,
-    value: str,
-    orphans_before: Collection[int] = (),
-    seconds: float = 5.0,
+    before: Collection[int], variable: str, value: str, orphans_before: Collection[int] = (), seconds: float = 5.0
 ) -> dict[int, str]:
     """Descendants and orphans that were not there before, and do not end within ``seconds``."""
     left: dict[int, str] = {}

@@ -1,7 +1,5 @@
 """Data and samplers that tests of the order of samples share."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -45,7 +45,7 @@ class Stream(IterableDataset[tuple[Tensor, Tensor]]):
 class WithoutState(Stream):
     """Every epoch begins with the first sample."""
 
-    state_dict = load_state_dict = None  # type: ignore[assignment]
+    state_dict = load_state_dict = None
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         self.read = 0

@@ -120,8 +120,7 @@ UNDISTURBED = {
 
 def undisturbed(run: L.Trainer) -> bool:
     """Whether the run's history tells nothing but training: a better plan or layout may come in any run."""
-    strategy: Any = run.strategy
-    others = [event for event in strategy.history if event.kind not in UNDISTURBED]
+    others = [event for event in run.strategy.history if event.kind not in UNDISTURBED]
     print("disturbed by", *others, sep="\n")  # shown of a test that fails
     return not others
 

@@ -28,7 +28,6 @@ def next_line(process: subprocess.Popen[Any] | ForkedProcess) -> Any:
 
 def line_with(process: subprocess.Popen[Any] | ForkedProcess, wanted: Callable[[Any], Any]) -> Any:
     """The next line of the output of ``process`` that is ``wanted``; if none comes in time, it is killed."""
-    assert process.stdout is not None
     read = []
     with _killed_after(process, PATIENCE):
         for line in iter(process.stdout.readline, type(process.stdout.read(0))()):

@@ -1,7 +1,5 @@
 """How many numbers an action writes to tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 

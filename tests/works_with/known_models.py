@@ -74,15 +74,15 @@ class ScheduleFree(small.Perceptron):
         return schedulefree.AdamWScheduleFree(self.parameters(), lr=1e-2, warmup_steps=2)
 
     def on_train_epoch_start(self) -> None:
-        self.optimizers().optimizer.train()  # type: ignore[union-attr]
+        self.optimizers().optimizer.train()
 
     def on_validation_start(self) -> None:
         for optimizer in self.trainer.optimizers:
-            optimizer.eval()  # type: ignore[attr-defined]
+            optimizer.eval()
 
     def on_validation_end(self) -> None:
         for optimizer in self.trainer.optimizers:
-            optimizer.train()  # type: ignore[attr-defined]
+            optimizer.train()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", (self.layers(batch["x"]) - batch["y"]).square().mean())
@@ -97,10 +97,10 @@ class WithMuon(small.Perceptron):
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         loss = (self.layers(batch["x"]) - batch["y"]).square().mean()
-        for optimizer in self.optimizers():  # type: ignore[union-attr]
+        for optimizer in self.optimizers():
             optimizer.zero_grad()
         self.manual_backward(loss)
-        for optimizer in self.optimizers():  # type: ignore[union-attr]
+        for optimizer in self.optimizers():
             optimizer.step()
 
     def configure_optimizers(self) -> Any:

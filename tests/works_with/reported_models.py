@@ -63,7 +63,7 @@ class SometimesLogged(small.Perceptron):
 class BatchFromWorldSize(L.LightningDataModule):
     def train_dataloader(self) -> DataLoader[Any]:
         rows = [small.as_tensors(row) for row in small.as_rows()]
-        return DataLoader(rows, batch_size=small.GLOBAL_BATCH // self.trainer.world_size)  # type: ignore[union-attr]
+        return DataLoader(rows, batch_size=small.GLOBAL_BATCH // self.trainer.world_size)
 
 
 class LiveLists(L.Callback):

@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
-def test_hydra_launcher(launcher: str, tmp_path: Path) -> None:
+def test_hydra_launcher(launcher, tmp_path):
     pytest.importorskip(f"hydra_plugins.hydra_{launcher.partition('_')[0]}_launcher")
     path = os.pathsep.join([str(HERE), os.environ["PYTHONPATH"]])  # a job of submitit imports the script by its name
     options = ["-m", f"hydra/launcher={launcher}", f"hydra.sweep.dir={tmp_path}", "killed=false,true"]

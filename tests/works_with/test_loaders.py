@@ -20,26 +20,26 @@ pytestmark = pytest.mark.long
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_torchdata_stateful_dataloader(num_workers: int) -> None:
+def test_torchdata_stateful_dataloader(num_workers):
     torchdata = pytest.importorskip("torchdata.stateful_dataloader")
     rows = [small.as_tensors(row) for row in small.as_rows()]
     small.check(lambda size: torchdata.StatefulDataLoader(rows, batch_size=size, num_workers=num_workers))
 
 
-def test_datasets_map() -> None:
+def test_datasets_map():
     datasets = pytest.importorskip("datasets")
     data = datasets.Dataset.from_list(small.as_rows()).map(lambda row: {"y": [2 * y for y in row["y"]]})
     small.check(lambda size: DataLoader(data.with_format("torch", dtype=torch.float64), batch_size=size))
 
 
-def test_datasets_streaming() -> None:
+def test_datasets_streaming():
     datasets = pytest.importorskip("datasets")
     data = datasets.Dataset.from_list(small.as_rows()).to_iterable_dataset(num_shards=2).map(small.as_tensors)
     small.check(lambda size: DataLoader(data, batch_size=size))
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_webdataset(num_workers: int, tmp_path: Path) -> None:
+def test_webdataset(num_workers, tmp_path):
     data = web_dataset(tmp_path)
     small.check(lambda size: DataLoader(data, batch_size=size, num_workers=num_workers))
 
@@ -54,12 +54,12 @@ def shuffled(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("make", [shuffled_shards, shuffled])
-def test_webdataset_with_seeds(make: Any, tmp_path: Path) -> None:
+def test_webdataset_with_seeds(make, tmp_path):
     data = make(tmp_path)
     small.check(lambda size: DataLoader(data, batch_size=size))
 
 
-def test_webdataset_resampled(tmp_path: Path) -> None:
+def test_webdataset_resampled(tmp_path):
     webdataset = pytest.importorskip("webdataset")
     shards = webdataset.ResampledShards(write_shards(tmp_path), seed=1, deterministic=True)
     steps = [webdataset.tarfile_to_samples(), webdataset.decode(), webdataset.map(only_sample)]
@@ -67,13 +67,13 @@ def test_webdataset_resampled(tmp_path: Path) -> None:
     small.check_drawn(lambda size: DataLoader(data, batch_size=size))
 
 
-def test_webdataset_without_seeds_is_refused(tmp_path: Path) -> None:
+def test_webdataset_without_seeds_is_refused(tmp_path):
     for data in (web_dataset(tmp_path).shuffle(20), web_dataset(tmp_path, resampled=True).with_epoch(small.SAMPLES)):
         with pytest.raises(ReCycleError, match=r"digest of the samples read so far \(seed each shuffle"):
             small.on_workers(lambda size, data=data: DataLoader(data, batch_size=size))
 
 
-def test_web_loader(tmp_path: Path) -> None:
+def test_web_loader(tmp_path):
     """An iterable that yields batches: each is one for all workers."""
     webdataset = pytest.importorskip("webdataset")
     data = web_dataset(tmp_path)
@@ -88,7 +88,7 @@ def lit_data(folder: Path, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_litdata(num_workers: int, tmp_path: Path) -> None:
+def test_litdata(num_workers, tmp_path):
     """Read by index, so in one order, whatever ``num_workers``."""
     litdata = pytest.importorskip("litdata")
     data = lit_data(tmp_path)
@@ -98,7 +98,7 @@ def test_litdata(num_workers: int, tmp_path: Path) -> None:
     )
 
 
-def test_litdata_that_shuffles_is_refused(tmp_path: Path) -> None:
+def test_litdata_that_shuffles_is_refused(tmp_path):
     litdata = pytest.importorskip("litdata")
     data = lit_data(tmp_path, shuffle=True)
     with pytest.raises(ReCycleError, match=r"StreamingDataset\(shuffle=True\)"):
@@ -108,7 +108,7 @@ def test_litdata_that_shuffles_is_refused(tmp_path: Path) -> None:
     small.check(lambda size: DataLoader(Subset(data, range(small.SAMPLES)), sampler=order, batch_size=size))
 
 
-def test_torch_geometric() -> None:
+def test_torch_geometric():
     pytest.importorskip("torch_geometric")
     from graph_model import Graphs
     from torch_geometric.data import Data
@@ -121,7 +121,7 @@ def test_torch_geometric() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_monai_cache_dataset(num_workers: int) -> None:
+def test_monai_cache_dataset(num_workers):
     monai = pytest.importorskip("monai.data")
     from monai.transforms import EnsureTyped
 
@@ -129,7 +129,7 @@ def test_monai_cache_dataset(num_workers: int) -> None:
     small.check(lambda size: monai.DataLoader(data, batch_size=size, num_workers=num_workers))
 
 
-def test_monai_random_transforms() -> None:
+def test_monai_random_transforms():
     """They draw from generators of their own, which a warning names, unless they are seeded for each sample."""
     monai = pytest.importorskip("monai.data")
     from monai.transforms import Compose, EnsureTyped, RandScaleIntensityd

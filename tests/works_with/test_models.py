@@ -18,22 +18,22 @@ def loader(size: int) -> DataLoader[Any]:
     return DataLoader([small.as_tensors(row) for row in small.as_rows()], batch_size=size)
 
 
-def test_timm() -> None:
+def test_timm():
     pytest.importorskip("timm")
     small.check(loader, known.Images)
 
 
-def test_transformers() -> None:
+def test_transformers():
     pytest.importorskip("transformers")
     small.check(loader, known.Causal)
 
 
-def test_peft() -> None:
+def test_peft():
     pytest.importorskip("peft")
     small.check(loader, known.Adapted)
 
 
-def test_schedulefree() -> None:
+def test_schedulefree():
     """The weights of a run that validates in between, where the optimizer changes the weights and changes them back."""
     pytest.importorskip("schedulefree")
     small.check(loader, known.ScheduleFree, val=loader)
@@ -41,11 +41,11 @@ def test_schedulefree() -> None:
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has Muon from 2.9 on")
 @pytest.mark.parametrize("model", [known.WithMuon, known.OnlyMuon])
-def test_muon(model: Any) -> None:
+def test_muon(model):
     small.check(loader, model)
 
 
-def test_metric_collection_with_compute_groups() -> None:
+def test_metric_collection_with_compute_groups():
     expected = small.train(
         run := on_one_device(max_epochs=2), known.Grouped(), loader(small.GLOBAL_BATCH), loader(small.GLOBAL_BATCH)
     )

@@ -49,14 +49,14 @@ def check_resumed(make: small.Loader, model: Any, folder: Path, starts: Sequence
     assert difference(trained.state_dict(), expected) < TOLERANCE
 
 
-def test_steps_that_are_estimated_before_a_loader_is_resumed(tmp_path: Path) -> None:
+def test_steps_that_are_estimated_before_a_loader_is_resumed(tmp_path):
     """Lightning #20550."""
     torchdata = pytest.importorskip("torchdata.stateful_dataloader")
     rows = [small.as_tensors(row) for row in small.as_rows()]
     check_resumed(lambda size: torchdata.StatefulDataLoader(rows, batch_size=size), reported.Scheduled, tmp_path, [3])
 
 
-def test_streams_of_datasets_that_are_resumed_twice(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_streams_of_datasets_that_are_resumed_twice(tmp_path, capfd):
     """Hugging Face datasets #7901, #8145, #8308: a shuffled stream with ``map``; #7444: no warning for each process."""
     datasets = pytest.importorskip("datasets")
     data = datasets.Dataset.from_list(small.as_rows()).to_iterable_dataset(num_shards=1)
@@ -65,7 +65,7 @@ def test_streams_of_datasets_that_are_resumed_twice(tmp_path: Path, capfd: pytes
     assert "shuffle buffer" not in "".join(capfd.readouterr())
 
 
-def test_shards_that_are_split_and_resumed(tmp_path: Path) -> None:
+def test_shards_that_are_split_and_resumed(tmp_path):
     """WebDataset #271, #303, #444: by node and process, shuffled with a seed, resumed in the middle of an epoch."""
     webdataset = pytest.importorskip("webdataset")
     splits = {"nodesplitter": webdataset.split_by_node, "workersplitter": webdataset.split_by_worker}
@@ -80,7 +80,7 @@ def test_shards_that_are_split_and_resumed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("monitor", ["loss", "val_loss"])
-def test_the_best_model_of_manual_optimization(monitor: str, tmp_path: Path) -> None:
+def test_the_best_model_of_manual_optimization(monitor, tmp_path):
     """Lightning #20947, #21842."""
     found = []
     for name, killed in (("one", None), ("grid", False), ("killed", True)):
@@ -98,7 +98,7 @@ def test_the_best_model_of_manual_optimization(monitor: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_live_lists_of_a_callback_in_a_checkpoint(killed: bool, tmp_path: Path) -> None:
+def test_live_lists_of_a_callback_in_a_checkpoint(killed, tmp_path):
     """Lightning #20953: each file has those of its step."""
     small.on_workers(loader, killed=killed, **saved(each_step(tmp_path), reported.LiveLists()))
     for step in range(1, 2 * small.STEPS + 1):
@@ -106,7 +106,7 @@ def test_live_lists_of_a_callback_in_a_checkpoint(killed: bool, tmp_path: Path) 
         assert state == {"steps": list(range(step))}
 
 
-def test_keys_that_are_logged_in_some_batches() -> None:
+def test_keys_that_are_logged_in_some_batches():
     """Lightning #19106: by the batch's number, and by what is in a worker's part of it."""
     run = on_one_device(max_epochs=2)
     run.fit(reported.SometimesLogged(), loader(small.GLOBAL_BATCH), loader(small.GLOBAL_BATCH))
@@ -121,7 +121,7 @@ def test_keys_that_are_logged_in_some_batches() -> None:
     assert "positive" in found[0]
 
 
-def test_a_batch_size_from_the_world_size() -> None:
+def test_a_batch_size_from_the_world_size():
     """Lightning #9063, Ray #20647: also while one of two workers is not there yet."""
     run = on_one_device(max_epochs=2)
     run.fit(expected := small.Perceptron(), datamodule=reported.BatchFromWorldSize())
@@ -134,7 +134,7 @@ def test_a_batch_size_from_the_world_size() -> None:
     assert difference(alone.state_dict(), expected.state_dict()) < TOLERANCE
 
 
-def test_an_epoch_that_all_workers_leave() -> None:
+def test_an_epoch_that_all_workers_leave():
     run = on_one_device(max_epochs=2)
     run.fit(expected := reported.LeavesTheEpoch(alone=False), loader(small.GLOBAL_BATCH))
     for killed in (False, True):
@@ -143,13 +143,13 @@ def test_an_epoch_that_all_workers_leave() -> None:
         assert grid.global_step == run.global_step == 4
 
 
-def test_an_epoch_that_one_worker_leaves() -> None:
+def test_an_epoch_that_one_worker_leaves():
     """Lightning #21296: an error names it."""
     with pytest.raises(ReCycleError, match=r"Worker \(1, 0\) waits for all others .* worker \(0, 0\) does not come"):
         small.on_workers(loader, lambda: reported.LeavesTheEpoch(alone=True))
 
 
-def test_a_combined_loader_one_of_which_is_empty() -> None:
+def test_a_combined_loader_one_of_which_is_empty():
     """Lightning #21893: an error, instead of an epoch without a step."""
     with pytest.raises(ConfigurationError, match="The training data has 0 samples"):
         small.on_workers(reported.with_an_empty_loader, small.Perceptron)

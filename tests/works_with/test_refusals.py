@@ -1,7 +1,5 @@
 """What Lightning offers beside its Trainer is refused by name; the Tuner's refusals are tested in tests/parity."""
 
-from typing import Any
-
 import pytest
 from lightning.fabric import Fabric
 
@@ -9,6 +7,6 @@ from lightning_recycle import ReCycleStrategy
 
 
 @pytest.mark.parametrize("strategy", ["recycle", ReCycleStrategy()])
-def test_fabric(strategy: Any) -> None:
+def test_fabric(strategy):
     with pytest.raises(ValueError, match=r"invalid strategy name: `strategy='?(recycle|ReCycleStrategy)"):
         Fabric(accelerator="cpu", devices=2, strategy=strategy)

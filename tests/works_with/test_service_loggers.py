@@ -4,7 +4,7 @@ may be there twice.
 
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,13 @@ def train(logger: Any, folder: Path, workers: int = 1, killed: bool = False) -> 
     return run
 
 
-def same(found: Rows, expected: Rows) -> bool:
-    return found == {key: pytest.approx(value, abs=1e-9) for key, value in expected.items()}
+def assert_same(train_and_read: Callable[..., Rows], folder: Path) -> None:
+    """Rows of a grid, and of one whose leader is killed, are those of one device."""
+    expected = train_and_read(folder / "one")
+    assert len(expected) == 2 * small.STEPS + 2
+    for name in ("grid", "killed"):
+        found = train_and_read(folder / name, workers=2, killed=name == "killed")
+        assert found == {key: pytest.approx(value, abs=1e-9) for key, value in expected.items()}
 
 
 def records(path: Path) -> Iterator[Any]:
@@ -78,17 +83,15 @@ def rows_of_wandb(folder: Path) -> Rows:
     return rows
 
 
-def test_wandb_offline(tmp_path: Path) -> None:
+def test_wandb_offline(tmp_path):
     wandb = pytest.importorskip("wandb")
-    found = []
-    for name, options in (("one", {}), ("grid", {"workers": 2}), ("killed", {"workers": 2, "killed": True})):
-        logger = WandbLogger(save_dir=tmp_path / name, offline=True)
-        train(logger, tmp_path / name, **options)  # type: ignore[arg-type]
+
+    def logged(folder: Path, **options: Any) -> Rows:
+        train(WandbLogger(save_dir=folder, offline=True), folder, **options)
         wandb.finish()
-        found.append(rows_of_wandb(tmp_path / name))
-    assert len(found[0]) == 2 * small.STEPS + 2
-    assert same(found[1], found[0])
-    assert same(found[2], found[0])
+        return rows_of_wandb(folder)
+
+    assert_same(logged, tmp_path)
 
 
 def rows_of_mlflow(logger: MLFlowLogger) -> Rows:
@@ -98,24 +101,23 @@ def rows_of_mlflow(logger: MLFlowLogger) -> Rows:
     return {(name, m.step): m.value for name in names for m in client.get_metric_history(run.info.run_id, name)}
 
 
-def test_mlflow_with_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_with_files(tmp_path, monkeypatch):
     """``after_save_checkpoint`` copies each checkpoint when it is whole."""
     pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    found = []
-    for name, options in (("one", {}), ("grid", {"workers": 2}), ("killed", {"workers": 2, "killed": True})):
-        logger = MLFlowLogger(tracking_uri=f"file:{tmp_path / name}", log_model="all")
-        train(logger, tmp_path / name, **options)  # type: ignore[arg-type]
-        found.append(rows_of_mlflow(logger))
-        copies = sorted((tmp_path / name).glob("*/*/artifacts/*/*.ckpt"))
+
+    def logged(folder: Path, **options: Any) -> Rows:
+        logger = MLFlowLogger(tracking_uri=f"file:{folder}", log_model="all")
+        train(logger, folder, **options)
+        copies = sorted(folder.glob("*/*/artifacts/*/*.ckpt"))
         assert [torch.load(copy)["global_step"] for copy in copies] == [2, 4, 6, 8]
-    assert len(found[0]) == 2 * small.STEPS + 2
-    assert same(found[1], found[0])
-    assert same(found[2], found[0])
+        return rows_of_mlflow(logger)
+
+    assert_same(logged, tmp_path)
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_comet_offline(killed: bool, tmp_path: Path) -> None:
+def test_comet_offline(killed, tmp_path):
     """Of which Lightning 2.6 makes a disabled experiment: nothing is written, as on one device."""
     pytest.importorskip("comet_ml")
     logger = CometLogger(api_key="none", online=False, offline_directory=str(tmp_path))
