@@ -76,6 +76,28 @@ def test_complete_scripts_run(tmp_path):
         assert all(words in output for words in OUTPUTS[title] or ()), f"{title}\n{output}"
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("program", ["python", "recycle-run"])
+def test_the_script_of_the_readme_survives_its_fault(program, tmp_path):
+    readme = "../README.md"
+    (block,) = (block for block in blocks("python", pages=[readme]) if "__main__" in block.code)
+    (tmp_path / "train.py").write_text(block.code)
+    (shown,) = (words for place, words in commands() if place.startswith(readme) and words[0] == "recycle-run")
+    command = {"python": ["train.py"], "recycle-run": ["-m", recycle_run.__name__, *shown[1:]]}[program]
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "XDG_STATE_HOME": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "Worker (1, 0) was lost at step 3: " in done.stdout, done.stdout
+    assert "1 failure, 1 redone step" in done.stdout, done.stdout
+
+
 def test_every_complete_script_is_run():
     assert {block.title for block in blocks("python") if block.title} == OUTPUTS.keys()
 
