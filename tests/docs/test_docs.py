@@ -8,6 +8,7 @@ import inspect
 import math
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any

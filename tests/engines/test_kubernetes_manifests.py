@@ -64,11 +64,11 @@ def test_whoever_is_selected_exists():
 
 
 def test_a_worker_finds_its_run_in_the_environment_of_its_container():
-    variables = environment("workers", FIELDS, KEY)
-    found = discover(variables)
+    found = discover({**environment("workers", FIELDS, KEY), "RECYCLE_HOST": "127.0.0.1"})  # it must be its own
     (service,) = of_kind("Service")
     assert found.coordinator == (service["metadata"]["name"], service["spec"]["ports"][0]["port"])
-    assert (found.node, found.host, found.device) == ("node-7", "10.1.2.3", 0)
+    assert (found.node, found.host, found.device) == ("node-7", "127.0.0.1", 0)
+    assert environment("workers", FIELDS, KEY)["RECYCLE_HOST"] == "10.1.2.3"
     assert found.key == KEY.encode()
 
 
