@@ -468,13 +468,13 @@ def _decode(encoded: Any, current: Any = None) -> Any:
     return type(encoded)(map(_decode, encoded))
 
 
+# Functions that make generators for an encoded state, and the device of torch's.
 _MAKE: dict[type[Any], Callable[[Any, str], Any]] = {
     torch.Generator: lambda state, device: torch.Generator(device),
     random.Random: lambda state, device: random.Random(),
     np.random.Generator: lambda state, device: np.random.Generator(getattr(np.random, state["bit_generator"])()),
     np.random.RandomState: lambda state, device: np.random.RandomState(),
 }
-"""Functions that make generators for an encoded state, and the device of torch's."""
 
 
 def _set_generator(generator: Any, state: Any) -> Any:

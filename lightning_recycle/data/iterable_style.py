@@ -151,8 +151,8 @@ def _holds_buffer(examples: Any) -> bool:
     return any(_holds_buffer(source) for source in sources if source is not None)
 
 
+# (part, samples, state of the part after them).
 _Batch: TypeAlias = tuple[int, list[Any], dict[str, Any]]
-"""(part, samples, state of the part after them)."""
 
 
 class StreamReader:

@@ -439,8 +439,8 @@ class MicrobatchLoader(SampleLoader):
         self._probed_samples = addresses, digests[0]
         return None if self._samples_vary else digests[0]
 
+    # Whether a sample differs when read again.
     _samples_vary = False
-    """Whether a sample differs when read again."""
 
     def _take_prefetched(self, key: tuple[int, int, Microbatch]) -> bool:
         """Moves prefetched data up to ``key`` into the cache; whether it was still to come."""

@@ -432,7 +432,8 @@ class Agent:
         self._drop_restarts()
 
     def _drop_restarts(self) -> None:
-        for running in self._running.values():
+        """Gives up the processes that wait for their next start, the coordinator too."""
+        for running in self._all_tasks():
             if running.child is None and running.final is None:
                 running.final = FinalStatus(running.status)
 

@@ -81,8 +81,8 @@ from lightning_recycle.torch_internals import tree_leaves
 
 log = logging.getLogger(__name__)
 
+# Entries of a checkpoint by parameter, besides ``state_dict``: with WeightAveraging that is the average.
 _FURTHER_WEIGHTS = ("current_model_state",)
-"""Entries of a checkpoint by parameter, besides ``state_dict``: with WeightAveraging that is the average."""
 
 _WEIGHTS = ("state_dict", *_FURTHER_WEIGHTS)
 

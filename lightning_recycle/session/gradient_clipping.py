@@ -83,6 +83,7 @@ _GRADIENT_HOOKS = (
     "on_before_zero_grad",
 )
 _STEP_HOOKS = ("configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step")
+# Lightning's callbacks that look at neither in these hooks; a subclass may.
 _BLIND_CALLBACKS: tuple[type[pl.Callback], ...] = (
     known.DeviceStatsMonitor,
     known.EarlyStopping,
@@ -95,7 +96,6 @@ _BLIND_CALLBACKS: tuple[type[pl.Callback], ...] = (
     known.Timer,
     known.TQDMProgressBar,
 )
-"""Lightning's callbacks that look at neither in these hooks; a subclass may."""
 
 
 def may_speculate(trainer: pl.Trainer, module: pl.LightningModule) -> bool:

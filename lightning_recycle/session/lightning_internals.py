@@ -61,8 +61,8 @@ _PRIVATE: dict[str, tuple[str, ...]] = {  # attributes of the Trainer's parts th
     _VALIDATION: ("_last_val_dl_reload_epoch", "_has_run"),
 }
 
+# Settings of the Trainer that callbacks change.
 _RUN_SETTINGS = ("should_stop", "gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches")
-"""Settings of the Trainer that callbacks change."""
 
 LOOPS = ("fit_loop", "fit_loop.epoch_loop.val_loop", "validate_loop", "test_loop", "predict_loop")
 """The loops of a Trainer that have DataLoaders, by path."""

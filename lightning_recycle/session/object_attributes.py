@@ -240,8 +240,8 @@ _OF_MODULES = frozenset({*vars(nn.Module())} - {*_MODULE_CONTENTS})
 INTERNAL_ATTRIBUTES = frozenset({*vars(pl.LightningModule()), *vars(RecordedModule), "_param_requires_grad_state"})
 """Attributes of a LightningModule that are not the user's."""
 
+# Prefix of the attributes in which ``fully_shard`` keeps its state.
 _OF_SHARDED_MODULES = "__composable_api"
-"""Prefix of the attributes in which ``fully_shard`` keeps its state."""
 
 _OF_LIGHTNING_MODULES = INTERNAL_ATTRIBUTES - {*_MODULE_CONTENTS}
 

@@ -33,6 +33,7 @@ Copies: TypeAlias = Mapping[tuple[int, str], str]
 
 _WRAPPER = "_checkpoint_wrapped_module."
 
+# Optimizers that compute each element of a parameter from the same element of its gradient and state.
 _ELEMENTWISE = (
     optim.SGD,
     optim.Adam,
@@ -46,7 +47,6 @@ _ELEMENTWISE = (
     optim.ASGD,
     optim.Rprop,
 )
-"""Optimizers that compute each element of a parameter from the same element of its gradient and state."""
 
 
 def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:

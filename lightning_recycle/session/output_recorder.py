@@ -463,6 +463,7 @@ def set_metric_states(metric: Metric, states: MetricStates) -> None:
         setattr(metric, name, list(value) if isinstance(value, list) else value)
 
 
+# Metrics of torchmetrics that work on whole batches alone, and the remedy.
 _INSEPARABLE = {
     "MinMaxMetric": "it keeps extremes of what it computed. Log the metric inside it, and take the extremes in a"
     " hook such as on_validation_epoch_end.",
@@ -471,7 +472,6 @@ _INSEPARABLE = {
     "NormalizedRootMeanSquaredError": "torchmetrics does not put more than two parts together. Log"
     " MeanSquaredError(squared=False), and divide it in a hook such as on_validation_epoch_end.",
 }
-"""Metrics of torchmetrics that work on whole batches alone, and the remedy."""
 
 
 def _state_names(metric: Metric) -> tuple[str, ...]:

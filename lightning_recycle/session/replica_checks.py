@@ -166,8 +166,8 @@ def optimizer_options(optimizers: Iterable[Optimizer]) -> dict[str, float]:
 
 # ---------------------------------------------------------------------- inputs of self(x)
 
+# Share of a tensor's norm. Workers on unlike machines compute nearly the same; other samples are far from it.
 _TOLERANCE = 1e-2
-"""Share of a tensor's norm. Workers on unlike machines compute nearly the same; other samples are far from it."""
 
 Fingerprint: TypeAlias = tuple[bytes, list[tuple[float, float]]]
 """A digest of all that is exact, and of each tensor of numbers its norm and a projection."""

@@ -313,8 +313,8 @@ def _flush(logger: Logger) -> None:
         flush()
 
 
+# (step, name of the metric) of each value in a file.
 _Cells = set[tuple[int, str]]
-"""(step, name of the metric) of each value in a file."""
 
 
 def _is_known(known: _Cells, metrics: Mapping[str, Any], step: int | None = None, **_: Any) -> bool:

@@ -67,8 +67,8 @@ ALONE = (
 )
 """The error of a worker that is about to join, when it is asked for ``what`` needs the others."""
 
+# Packages that ask for a process group where nothing depends on the answer.
 _LIBRARIES = {"torch", "torchmetrics", "lightning", "lightning_fabric", "pytorch_lightning", __name__.partition(".")[0]}
-"""Packages that ask for a process group where nothing depends on the answer."""
 
 
 def watch_process_group(is_in_step: Callable[[], bool], of_members: bool = False) -> None:

@@ -32,7 +32,7 @@ def open_plans(open_planner: Callable[..., PlanProvider], monkeypatch: pytest.Mo
         planner = open_planner(GRID, split_backward=False, memory=memory)
         planner.prepare()
         found = RunPlans(GRID, planner, None, lambda profile: None, lambda: None, rebalance)
-        found.begin_generation(frozenset(), (), 0)
+        found.plan_generation(frozenset(), (), 0)
         return found
 
     return begin
@@ -68,7 +68,7 @@ def test_re_routing_goes_on(
             took = sum(seconds[begin:end])
             plans.applied(Worker(0, stage), Applied(stage, 0, {"F": took, "BW": 2 * took}, {}), is_stage_leader=True)
         plans.stepped(1.0)
-    schedule = plans.begin_generation(DEAD, (), 10)
+    schedule = plans.plan_generation(DEAD, (), 10)
     validate(schedule)
     lines: list[str] = []
 
@@ -103,7 +103,7 @@ def test_a_defect_of_the_search_is_logged_with_its_traceback_and_re_routing_goes
         for stage in range(2):
             plans.applied(Worker(0, stage), Applied(stage, 0, {"F": 0.08, "BW": 0.16}, {}), is_stage_leader=True)
         plans.stepped(1.0)
-    assert plans.begin_generation(DEAD, (), 10).failed == DEAD
+    assert plans.plan_generation(DEAD, (), 10).failed == DEAD
     assert wait_for(lambda: "defect of lightning_recycle" in caplog.text, 60)
     assert "TypeError: bad" in caplog.text
     assert "Traceback: line 1" in caplog.text
@@ -120,7 +120,7 @@ def test_layers_move_away_from_the_stage_that_has_lost_a_worker(open_plans: Open
         for stage in range(2):
             plans.applied(Worker(0, stage), Applied(stage, 0, {"F": 0.08, "BW": 0.16}, {}), is_stage_leader=True)
         plans.stepped(1.0)
-    plans.begin_generation(frozenset({dead}), (), 10)
+    plans.plan_generation(frozenset({dead}), (), 10)
     found: list[LayoutReady] = []
     assert wait_for(lambda: found.extend(e for e in plans.better() if isinstance(e, LayoutReady)) or found, 60)
     (ready,) = found

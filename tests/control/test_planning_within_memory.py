@@ -64,7 +64,7 @@ def planner(open_planner: Callable[..., PlanProvider]) -> PlanProvider:
 @pytest.fixture
 def plans(planner: PlanProvider) -> RunPlans:
     plans = RunPlans(GRID, planner, None, lambda profile: None, lambda: None)
-    plans.begin_generation(ALL, (), 0)
+    plans.plan_generation(ALL, (), 0)
     return plans
 
 

@@ -207,7 +207,7 @@ def test_after_the_last_run_who_comes_too_late_is_told_that_it_finished() -> Non
     reception = Reception(("127.0.0.1", 0), KEY.encode(), workers=4)
     reception.listener.start()
     reception.is_over = True
-    serving = threading.Thread(target=reception.first, daemon=True)
+    serving = threading.Thread(target=reception.await_first, daemon=True)
     serving.start()
     late = client(reception.listener.address, WANTS)
     assert late.exited.wait(PATIENCE)

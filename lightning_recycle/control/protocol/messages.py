@@ -74,12 +74,25 @@ def _to_worker(kind: type[_T]) -> type[_T]:
 
 
 class StepState(Enum):
-    """State of a worker in a step."""
+    """State of a worker in a step: (meaning, events that end it)."""
 
-    RUNNING = "it does not yet hold its stage's complete gradient; what it has computed may be dropped"
-    REDUCED = "it holds that gradient: it can apply the step, or give the gradient to its peers"
-    SPECULATIVE = "it has applied the step before it knows the other stages' part of it: nothing that follows is kept"
-    APPLIED = "the step counts as applied and is never redone; a shadow, if kept, has the parameters of before"
+    RUNNING = (
+        "it does not yet hold its stage's complete gradient; what it has computed may be dropped",
+        "REDUCE over, `Adopt`: REDUCED; `Take`: the committed version",
+    )
+    REDUCED = (
+        "it holds that gradient: it can apply the step, or give the gradient to its peers",
+        "STEP (with `StepLoss`, and `Committed` if stages commit), `Apply`: APPLIED; STEP before all reports:"
+        " SPECULATIVE; `Forget`, step not proven: RUNNING",
+    )
+    SPECULATIVE = (
+        "it has applied the step before it knows the other stages' part of it: nothing that follows is kept",
+        "`Committed`, if right; otherwise `Undo`, a new generation and `Confirm`, which steps again: APPLIED",
+    )
+    APPLIED = (
+        "the step counts as applied and is never redone; a shadow, if kept, has the parameters of before",
+        "none: it is RUNNING in the next step; with `Serve` it computes from the shadow for others",
+    )
 
 
 @dataclass(frozen=True, slots=True)
