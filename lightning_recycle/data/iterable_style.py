@@ -227,7 +227,7 @@ class StreamReader:
 
 
 class _SharesReader(IterableDataset[_Batch]):
-    """The batches of a pass, one share for each reading process; ``states``: by process."""
+    """The batches of a pass, a share for each reading process; ``states``: by process."""
 
     def __init__(
         self, dataset: Any, batch_size: int, seed: int, epoch: int, states: list[dict[str, Any] | None]

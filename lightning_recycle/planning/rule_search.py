@@ -54,16 +54,14 @@ class Solution:
     plays: int = 0
 
     @classmethod
-    def of(
-        cls, codes: Codes, rule: Rule | None, sequence: list[int], timing: Timing, sum_of_peaks: int = 0
-    ) -> Solution:
-        """The solution with its score: period (else makespan), makespan, ``sum_of_peaks``.
+    def of(cls, codes: Codes, rule: Rule | None, sequence: list[int], timing: Timing, peaks: int = 0) -> Solution:
+        """The solution with its score: period (else makespan), makespan, ``peaks``.
 
-        ``sum_of_peaks``: the sum of the workers' peaks of micro-batches; fewer leave more freedom to change the order.
+        ``peaks``: the sum of the workers' peaks of micro-batches; fewer leave more freedom to change the order.
         """
         length = timing.period if codes.problem.technique.staggered else timing.makespan
         # Rounding must not decide between equally good schedules.
-        return cls((round(length, 9), round(timing.makespan, 9), sum_of_peaks), rule, sequence, timing)
+        return cls((round(length, 9), round(timing.makespan, 9), peaks), rule, sequence, timing)
 
 
 class _Point(NamedTuple):
@@ -139,9 +137,7 @@ class _RuleSearch:
 
     def run(self, starts: Iterable[list[int]], first_rule: Rule | None) -> Solution:
         first = _Point()
-        if (
-            self.has_few_plays and len(self.keeps) > 1
-        ):  # the better guess with only a few plays; patience alone comes second
+        if self.has_few_plays and len(self.keeps) > 1:  # the better guess then; patience alone comes second
             short = self.limit[0] < self.keeps[1][0]
             limited = int(self.limit[0] < self.codes.n)  # without a limit the first gradient is in time anyway
             patient = first._replace(patience=len(_PATIENCES) - 1, keep=1, express=limited)
@@ -261,8 +257,8 @@ def _most_held(codes: Codes) -> tuple[int, ...]:
     grid = codes.problem.grid
     most = [float(grid.global_microbatches)] * grid.stages
     for memory in codes.problem.memories:
-        for stage, sum_of_peaks in enumerate(memory.after_forward):
-            each = sum_of_peaks if codes.fused else min(sum_of_peaks, memory.after_backward[stage])
+        for stage, after_forward in enumerate(memory.after_forward):
+            each = after_forward if codes.fused else min(after_forward, memory.after_backward[stage])
             if codes.variation is not None and memory is codes.problem.memory:
                 least = (
                     min(ratios[stage] for ratios in part) for part in (codes.variation.held, codes.variation.waiting)
@@ -362,5 +358,5 @@ class _Descent:
         whole = [int(limit + 1e-9) for limit in limits]
         if min(whole) < 1:
             raise PlanningError("a worker cannot hold one micro-batch.")
-        first_rule = problem.in_flight_limit or whole
-        return replace(problem, in_flight_limit=tuple(map(min, whole, first_rule)))
+        limit = problem.in_flight_limit or whole
+        return replace(problem, in_flight_limit=tuple(map(min, whole, limit)))

@@ -169,7 +169,7 @@ class Executor:
         return self._has_own_exception
 
     def _await_another_try(self, error: Exception) -> None:
-        """Returns if the work that raised ``error`` is to be repeated here; else raises it."""
+        """Returns if the work that raised ``error`` is to be repeated; else raises it."""
         # What the optimizer and the hooks of its step have done cannot be undone, nor what was reported to others.
         data = self.runner.attempt.reads_from
         exact = not self.runner.attempt.cannot_repeat and (data is None or data.can_read_again)

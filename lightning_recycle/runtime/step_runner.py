@@ -58,7 +58,7 @@ _ACTIVATIONS, _GRADIENTS = Channel.ACTIVATIONS, Channel.GRADIENTS
 
 @dataclass
 class Step:
-    """A step of Lightning's: its data, its optimizer step, and the result once applied."""
+    """A step of Lightning's: data, optimizer step, and the result once applied."""
 
     handle: StepHandle
     apply: Callable[[StepResult], None]
@@ -462,7 +462,7 @@ class StepRunner:
             self.apply(speculation.await_reports(step))
 
     def confirm(self, waits: bool = True) -> None:
-        """Confirms the newest step if it is speculative; waits for all reports if ``waits``.
+        """Confirms a speculative newest step; ``waits``: for all reports on it.
 
         No consequence of a speculative step may be reduced, or leave the executor. Raises Interrupted when a generation
         was announced, in which a wrong speculation is corrected.
@@ -501,7 +501,7 @@ class StepRunner:
     # ------------------------------------------------------------------ a recovery
 
     def adopt(self, step: int, donor: int, lacks: bool, is_committed: bool) -> None:
-        """Receives the reduced gradient of ``step``, where this worker ``lacks`` it, or sends it."""
+        """Receives the reduced gradient of ``step``, if it ``lacks``, or sends it."""
         with self.client.waiting("a gradient"):
             for buffer in self.gradients.of_step(step):
                 self.communicator.end_collective(self.communicator.begin_collective(buffer, source=donor))

@@ -483,11 +483,11 @@ def sets_checkpoint_path(trainer: pl.Trainer) -> bool:
     return trainer._checkpoint_connector._user_managed
 
 
-def select_checkpoint_path(trainer: pl.Trainer, wanted: Any, *, has_model: bool) -> Any:
-    """The checkpoint that Lightning would load for ``ckpt_path=wanted``, or None."""
+def select_checkpoint_path(trainer: pl.Trainer, ckpt_path: Any, *, has_model: bool) -> Any:
+    """The checkpoint that Lightning would load for ``ckpt_path``, or None."""
     assert trainer.state.fn is not None
     return trainer._checkpoint_connector._select_ckpt_path(
-        trainer.state.fn, wanted, model_provided=has_model, model_connected=trainer.lightning_module is not None
+        trainer.state.fn, ckpt_path, model_provided=has_model, model_connected=trainer.lightning_module is not None
     )
 
 

@@ -88,9 +88,9 @@ def put_hooks(owner: Any, hooks: Mapping[TableKey, Mapping[Any, Any]]) -> None:
     ours = _ours(tables.values())
     for key in {**tables, **hooks}:
         table = table_of(owner, key)
-        kept = {number: hook for number, hook in table.items() if number in ours}
+        own_hooks = {number: hook for number, hook in table.items() if number in ours}
         table.clear()
-        table.update({**hooks.get(key, {}), **kept})
+        table.update({**hooks.get(key, {}), **own_hooks})
 
 
 def _ours(tables: Iterable[Mapping[Any, Any]]) -> set[int]:

@@ -114,9 +114,9 @@ class OutputRecorder:
     def _find_metrics(self) -> None:
         modules = dict(self._module.named_modules())
         self._module_metrics = {name for name, module in modules.items() if isinstance(module, Metric)}
-        known = set(map(id, modules.values()))
+        module_ids = set(map(id, modules.values()))
         found = metric_parts(self._module.trainer).items()
-        modules |= {path: module for path, module in found if id(module) not in known}
+        modules |= {path: module for path, module in found if id(module) not in module_ids}
         self._metrics = {path: module for path, module in modules.items() if isinstance(module, Metric)}
         self._trackers = {path: module for path, module in modules.items() if isinstance(module, MetricTracker)}
         self._lengths = self._tracker_lengths()

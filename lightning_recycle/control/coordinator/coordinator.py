@@ -245,8 +245,8 @@ class Coordinator:
 
     def _is_left(self) -> bool:
         """Whether all workers have gone before the run began, and none is about to come."""
-        here = self._workers.connections or self._vacancies.spares or self._reception.has_strangers
-        return not self._owns_reception and self._entrance.has_met and not self.has_begun and not here
+        present = self._workers.connections or self._vacancies.spares or self._reception.has_strangers
+        return not self._owns_reception and self._entrance.has_met and not self.has_begun and not present
 
     def end_at_boundary(self) -> None:
         """Asks the workers to end after their present step and its checkpoints.

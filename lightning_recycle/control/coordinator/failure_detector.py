@@ -244,10 +244,10 @@ def _held_up_alike(
     """Workers whose delay explains ``sign``: it began later, at the same place."""
     began = now - sign.seconds
     if sign.place is None:  # what the worker is at is not known
-        alike = (delay for delay in held_up if (delay.stage, delay.step) == (stage, step))
+        same_place = (delay for delay in held_up if (delay.stage, delay.step) == (stage, step))
     else:
-        alike = (delay for delay in held_up if delay.place == sign.place)
-    return frozenset(delay.rank for delay in alike if delay.rank != rank and delay.time <= began)
+        same_place = (delay for delay in held_up if delay.place == sign.place)
+    return frozenset(delay.rank for delay in same_place if delay.rank != rank and delay.time <= began)
 
 
 def _why_waited(before: Sequence[str], computes: bool, vouched: bool, stage: int) -> str:

@@ -69,7 +69,7 @@ class WorkerTable:
     # ------------------------------------------------------------------ coming
 
     def connect(self, rank: int, connection: NonBlockingConnection, holder: Process, *first_messages: Any) -> None:
-        """Gives the position to the worker behind ``connection``; sends ``first_messages``."""
+        """Gives a worker the position, and sends it ``first_messages``."""
         connection.inbox.expects = messages.FROM_WORKERS
         self.connections[rank] = connection
         self.holders[rank] = holder
@@ -251,7 +251,7 @@ class Vacancies:
         return self._counts["position", rank // members], self._counts["pipeline", rank // columns]
 
     def note_holder(self, rank: int, node: str, incarnation: int) -> None:
-        """Notes that a worker of ``node`` has held position ``rank`` under an earlier coordinator."""
+        """Notes that a worker of ``node`` has had the position before this coordinator."""
         self._take_node(rank, node)
         self.incarnations[rank] = max(incarnation, self.incarnations.get(rank, 0))
 

@@ -321,7 +321,7 @@ class Member:
             self._message_record.record_sent(message)
 
     def returned(self, **sender: Any) -> messages.Returned:
-        """First message to a restarted coordinator; ``sender``: its fields on this process."""
+        """First message to a restarted coordinator; ``sender``: fields on this process."""
         assert self._message_record is not None, "it ends with its coordinator"
         if self.in_hook:
             sender.update(hook=self._hook)

@@ -127,7 +127,7 @@ def _on_start_due(state: MembershipState, event: StartDue) -> Next:
 
 
 def _lose(state: MembershipState, event: Lost) -> Next:
-    """A worker and its siblings leave; ends the run if their stage has no other worker.
+    """A worker and its siblings leave; ends the run if they were the last of a stage.
 
     Where all others of the stage are JOINING, it counts as lost once they report that they have no state.
     """
@@ -149,7 +149,7 @@ def _lose(state: MembershipState, event: Lost) -> Next:
 
 
 def _settle_and_regroup(state: MembershipState) -> Next:
-    """Counts steps and answers collectives that waited for lost workers; then regroups."""
+    """Counts steps, answers collectives that waited for lost workers, and regroups."""
     state, settled = step_commit.settle_steps(recovery.with_leader(control_collectives.forget_retracted(state)))
     if state.outcome is not None:  # the loss has just completed the results
         return state, settled

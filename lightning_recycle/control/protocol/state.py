@@ -506,30 +506,22 @@ class SaveState(_Updatable):
 
 
 class Standing(Enum):
-    """State of a rank for the coordinator: (meaning, events that end it)."""
+    """State of a rank for the coordinator, and the events that end it.
 
-    AWAITED = (
-        "its worker is to join before generation 0, or to return to a coordinator that was started again",
-        "`Joined`: LIVE; `Returned`: LIVE or JOINING, as before; `StartDue`, `Lost`: VACANT",
-    )
-    LIVE = (
-        "its worker is in the roster, and from generation 0 on holds the state of its stage",
-        "`Lost`, dismissed, `released` with a sibling, `left`: VACANT or BARRED; coordinator started again: AWAITED",
-    )
-    JOINING = (
-        "its worker is in the roster, and gets that state from a peer",
-        "`Reached` ENTERED, `Report` with a state: LIVE; otherwise as LIVE",
-    )
-    READY = (
-        "a worker is set up for it, and waits to be let in at a step boundary",
-        "`Reached` AT_BOUNDARY of all: JOINING; `Lost`: VACANT",
-    )
-    BARRED = ("it is empty and stays so: two of its workers held other values and were dismissed", "none")
-    VACANT = (
-        "it is empty, or its next worker is still setting up; where wrong bits were found again and again, no process"
-        " is started, but a spare may come",
-        "`Ready`: READY",
-    )
+    - AWAITED: `Joined`: LIVE; `Returned`: LIVE or JOINING, as before; `StartDue`, `Lost`: VACANT
+    - LIVE: `Lost`, dismissed, `released` with a sibling, `left`: VACANT or BARRED; coordinator started again: AWAITED
+    - JOINING: `Reached` ENTERED, `Report` with a state: LIVE; otherwise as LIVE
+    - READY: `Reached` AT_BOUNDARY of all: JOINING; `Lost`: VACANT
+    - BARRED: none
+    - VACANT: `Ready`: READY
+    """
+
+    AWAITED = "its worker is to join before generation 0, or to return to a coordinator that was started again"
+    LIVE = "its worker is in the roster, and from generation 0 on holds the state of its stage"
+    JOINING = "its worker is in the roster, and gets that state from a peer"
+    READY = "a worker is set up for it, and waits to be let in at a step boundary"
+    BARRED = "it is empty and stays so: two of its workers held other values and were dismissed"
+    VACANT = "it is empty, or its next worker is setting up; after wrong bits only a spare may come, no new process"
 
 
 @dataclass(frozen=True)

@@ -275,7 +275,7 @@ def count_steps(state: MembershipState) -> Next:
 
 
 def on_commit(state: MembershipState, event: messages.Commit) -> Next:
-    """A worker contributes to the commit of a step; answered once all live workers have."""
+    """A worker contributes to the commit of a step, answered once all have."""
     if not state.generation.runs(event.generation) or event.step <= state.generation.commit_answered:
         return state, ()
     commits = {**state.generation.commits, event.rank: event}
