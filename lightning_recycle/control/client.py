@@ -697,7 +697,7 @@ class ControlClient(ActivityRecorder):
             with self._changed:  # nothing is said in between: it would be said twice, or not at all
                 self._connection = connection
                 try:
-                    connection.send(self._first_words())
+                    connection.send(self._first_message())
                 except OSError:
                     continue  # it is gone again
                 self._is_away, self._came_back = False, time.monotonic()
@@ -706,7 +706,8 @@ class ControlClient(ActivityRecorder):
             return True
         return self._leaving and self._survives
 
-    def _first_words(self) -> messages.Hello | messages.Returned:
+    def _first_message(self) -> messages.Hello | messages.Returned:
+        """The first message to the successor of a lost coordinator."""
         assigned, enrolled = self.member.assignment, self._enrolled
         if assigned is None or enrolled is None:
             return self._hello  # a spare holds nothing
@@ -720,6 +721,7 @@ class ControlClient(ActivityRecorder):
         )
 
     def _beat(self) -> None:
+        """The heartbeat thread: sends heartbeats, and the requests of signal handlers."""
         while not self._leaving:
             try:
                 while self._requests:

@@ -480,8 +480,8 @@ class Agent:
         if self._is_ending:
             hosted.final = FinalStatus(status)
             return
-        cause = status if status == _BAD_OPTIONS else -1
-        decision = decide_restart(hosted.record, cause, lasted, False, self._max_restarts)
+        judged_status = status if status == _BAD_OPTIONS else -1
+        decision = decide_restart(hosted.record, judged_status, lasted, False, self._max_restarts)
         if isinstance(decision, RestartRecord):
             hosted.record, hosted.start_at = decision, time.monotonic() + decision.pause
             self._printer.say(f"The coordinator {_end_text(status)}; it is started again.")

@@ -315,6 +315,7 @@ class Coordinator:
         self._finish(protocol.Failed(f"The coordinator failed: {type(error).__name__}: {error}"))
 
     def _on_tick(self, now: float) -> None:
+        """Does what is due by the clock: signs of life, reviews, deadlines, replacements."""
         if self._state.outcome is not None:
             return
         if now >= self._next_sign:
@@ -398,6 +399,7 @@ class Coordinator:
     # ------------------------------------------------------------------ workers come and go
 
     def _on_wake(self) -> None:
+        """Handles what other threads have left: started processes, plans, requests."""
         for rank, process in self._vacancies.take_started():
             if process is None:
                 self._lose_candidate(rank, "it could not be started")
@@ -792,6 +794,7 @@ class Coordinator:
         return RunView(status, self._plans.timed)
 
     def _record(self, record: protocol.Record) -> None:
+        """Adds ``record`` to the history, and does what follows from it here."""
         if record.kind == "revived":
             self._history.continue_from(record.details["counters"])
             if self._state.layout.cuts:
