@@ -365,7 +365,7 @@ def one_at_a_time(problem: Problem) -> Schedule:
     codes = Codes(problem, reroute(problem.grid, problem.failed), fused=not problem.technique.split_backward)
     stages = range(problem.grid.stages)
     sequence = []
-    for number in range(codes.num_microbatches):
+    for number in range(codes.n):
         sequence += [codes.code(FORWARD, stage, number) for stage in stages]
         sequence += [codes.code(BACKWARD, stage, number) for stage in reversed(stages)]
         if problem.technique.split_backward:

@@ -86,9 +86,9 @@ class ActivityRecorder:
 
         The earlier one is timed afresh after it.
         """
-        was = self._activity[0]
-        self._outer.append(was)
-        self._activity = Activity(was.step, operation, "", kind), time.monotonic()
+        outer = self._activity[0]
+        self._outer.append(outer)
+        self._activity = Activity(outer.step, operation, "", kind), time.monotonic()
         return self._block
 
     def waiting(self, what: str, coordinated: bool = False) -> AbstractContextManager[None]:
@@ -96,9 +96,10 @@ class ActivityRecorder:
 
         ``coordinated``: the coordinator is waited for.
         """
-        was = self._activity[0]
-        self._outer.append(was)
-        self._activity = Activity(was.step, was.operation, what, "", coordinated, was.microbatch), time.monotonic()
+        outer = self._activity[0]
+        self._outer.append(outer)
+        activity = Activity(outer.step, outer.operation, what, "", coordinated, outer.microbatch)
+        self._activity = activity, time.monotonic()
         return self._block
 
     def progressed(self) -> None:
@@ -244,7 +245,7 @@ class ControlClient(ActivityRecorder):
             return self.member.enter()
 
     def begin_step(self, step: int) -> Program | None:
-        """Announces the beginning of ``step``; waits if the roster is to change there.
+        """Begins ``step``; waits if all stop at its beginning, for a change of any kind.
 
         Returns this worker's program if all switch to another schedule with this step, None otherwise. Raises
         Interrupted when a generation was announced.
@@ -259,7 +260,7 @@ class ControlClient(ActivityRecorder):
             place = answer.place
             self._wait(
                 lambda place=place: self.member.pause != place or None,  # type: ignore[misc]
-                "the change of the roster",
+                "the change at a step boundary",
                 interruptible=True,
             )
 
@@ -287,7 +288,7 @@ class ControlClient(ActivityRecorder):
         self._wake_heartbeat.set()
 
     def await_membership(self) -> None:
-        """Waits for word that this worker is a member; ends the process if it is none.
+        """Waits for confirmation that this worker is a member; else ends the process.
 
         Called, beside the training thread, before anything that only a member may do.
         """
@@ -346,7 +347,7 @@ class ControlClient(ActivityRecorder):
         return self._wait(self.member.resumed, "the others to report", interruptible=True)
 
     def commit(self, step: int, payload: Any) -> dict[int, Any]:
-        """Waits until all live workers are REDUCED in ``step``; payloads by column.
+        """Contributes to the commit of ``step``, and waits; returns payloads by column.
 
         Raises Interrupted when a generation was announced before that.
         """
@@ -358,7 +359,7 @@ class ControlClient(ActivityRecorder):
         self.send(self.member.commit(step, pack(payload), speculative))
 
     def committed(self, step: int) -> messages.Committed | None:
-        """The answer that every live worker is REDUCED in ``step``; None before."""
+        """The answer that every live worker has contributed to ``step``; None before."""
         return self.member.committed(step)
 
     def await_committed(self, step: int) -> messages.Committed:
@@ -591,7 +592,7 @@ class ControlClient(ActivityRecorder):
     # ------------------------------------------------------------------ threads
 
     def _guarded(self, target: Callable[[], None]) -> None:
-        """Runs a thread; an error ends the process, deaf or seemingly dead without it."""
+        """Runs ``target`` in a thread; an error ends the process, which cannot do without."""
         try:
             target()
         except Exception as error:
@@ -669,7 +670,7 @@ class ControlClient(ActivityRecorder):
                 self.on_interrupt(message.generation - 1, message.roster if self.member.in_hook else ())
 
     def finish_saves(self) -> None:
-        """Ends a run in which this process has only to complete a checkpoint, if it can."""
+        """Completes a checkpoint, if this process can, after a run that ended otherwise."""
         with self._changed:
             self._completes = True
             self._changed.notify_all()
@@ -688,19 +689,15 @@ class ControlClient(ActivityRecorder):
         """Looks for the successor of a lost coordinator; returns whether it is there."""
         if not self._may_return:
             return False
-        log.warning(
-            "Worker %d lost its coordinator, and looks for another one at %s for %g s.",
-            self.rank,
-            shown(self._address),
-            self._patience,
-        )
+        where = self.rank, shown(self._address), self._patience
+        log.warning("Worker %d lost its coordinator, and looks for another one at %s for %g s.", *where)
         self._is_away = True
         for connection in connections(self._address, self._authkey, self._patience, lambda: not self._leaving):
             self._connection.abandon()
             with self._changed:  # nothing is said in between: it would be said twice, or not at all
                 self._connection = connection
                 try:
-                    connection.send(self._first_words())
+                    connection.send(self._first_message())
                 except OSError:
                     continue  # it is gone again
                 self._is_away, self._came_back = False, time.monotonic()
@@ -709,7 +706,8 @@ class ControlClient(ActivityRecorder):
             return True
         return self._leaving and self._survives
 
-    def _first_words(self) -> messages.Hello | messages.Returned:
+    def _first_message(self) -> messages.Hello | messages.Returned:
+        """The first message to the successor of a lost coordinator."""
         assigned, enrolled = self.member.assignment, self._enrolled
         if assigned is None or enrolled is None:
             return self._hello  # a spare holds nothing
@@ -723,6 +721,7 @@ class ControlClient(ActivityRecorder):
         )
 
     def _beat(self) -> None:
+        """The heartbeat thread: sends heartbeats, and the requests of signal handlers."""
         while not self._leaving:
             try:
                 while self._requests:
@@ -740,12 +739,9 @@ class ControlClient(ActivityRecorder):
     def _exit(self, why: str, code: int) -> NoReturn:
         """Ends the process at once, wherever its main thread is blocked."""
         if not self._leaving:  # perhaps nobody else notices this end: the supervisor died, or evicted this worker
-            log.log(
-                logging.WARNING if code == EXIT_LOST_COORDINATOR else logging.INFO,
-                "Worker %d %s and ends. Either the run is over, or this worker was declared dead.",
-                self.rank,
-                why,
-            )
+            level = logging.WARNING if code == EXIT_LOST_COORDINATOR else logging.INFO
+            text = "Worker %d %s and ends. Either the run is over, or this worker was declared dead."
+            log.log(level, text, self.rank, why)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(self._status if self._leaving else code)

@@ -293,10 +293,10 @@ def digest_of(order: Sequence[Any]) -> str:
     return found.hexdigest()
 
 
-def different(name: str, what: str) -> str:
+def different(name: str, subject: str) -> str:
     """Error message for data that differ between workers."""
     return (
-        f"The workers have different data: the {what} differ. {name} must be the same in every process. Seed"
+        f"The workers have different data: the {subject} differ. {name} must be the same in every process. Seed"
         " divisions and shuffles of the data, such as np.random.default_rng(0) or"
         " random_split(..., generator=torch.Generator().manual_seed(0)), and let nothing in it depend on the time, the"
         " process or the order of a set. Workers import the script: what it sets under `if __name__ == '__main__':`,"
@@ -399,8 +399,8 @@ def _is_foreign(value: Any) -> bool:
 
 
 def _is_object(value: Any) -> bool:
-    known = (*_PLAIN, *_CONTAINERS, frozenset, deque, Tensor, np.ndarray, *_GENERATORS)
-    if isinstance(value, known) or hasattr(type(value), "__next__") or _is_foreign(value):
+    plain_types = (*_PLAIN, *_CONTAINERS, frozenset, deque, Tensor, np.ndarray, *_GENERATORS)
+    if isinstance(value, plain_types) or hasattr(type(value), "__next__") or _is_foreign(value):
         return False
     return hasattr(value, "__dict__")
 
@@ -468,13 +468,13 @@ def _decode(encoded: Any, current: Any = None) -> Any:
     return type(encoded)(map(_decode, encoded))
 
 
+# Functions that make generators for an encoded state, and the device of torch's.
 _MAKE: dict[type[Any], Callable[[Any, str], Any]] = {
     torch.Generator: lambda state, device: torch.Generator(device),
     random.Random: lambda state, device: random.Random(),
     np.random.Generator: lambda state, device: np.random.Generator(getattr(np.random, state["bit_generator"])()),
     np.random.RandomState: lambda state, device: np.random.RandomState(),
 }
-"""Functions that make generators for an encoded state, and the device of torch's."""
 
 
 def _set_generator(generator: Any, state: Any) -> Any:

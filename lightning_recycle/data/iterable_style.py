@@ -151,8 +151,8 @@ def _holds_buffer(examples: Any) -> bool:
     return any(_holds_buffer(source) for source in sources if source is not None)
 
 
+# (part, samples, state of the part after them).
 _Batch: TypeAlias = tuple[int, list[Any], dict[str, Any]]
-"""(part, samples, state of the part after them)."""
 
 
 class StreamReader:
@@ -227,7 +227,7 @@ class StreamReader:
 
 
 class _SharesReader(IterableDataset[_Batch]):
-    """The batches of a pass, one share for each reading process; ``states``: by process."""
+    """The batches of a pass, a share for each reading process; ``states``: by process."""
 
     def __init__(
         self, dataset: Any, batch_size: int, seed: int, epoch: int, states: list[dict[str, Any] | None]

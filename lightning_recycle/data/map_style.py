@@ -124,9 +124,7 @@ class MicrobatchLoader(SampleLoader):
         self._addressed_dataset = _AddressedDataset(self.dataset, seed)
         self._seeding = seeded_for(self.dataset, self._collate.collate)
         self._orders: dict[int, Sequence[Any]] = {}  # of the newest rounds
-        self._drawn_rounds: tuple[int, int] | None = (
-            None  # the newest epoch of which an order was drawn, and its rounds
-        )
+        self._drawn_rounds: tuple[int, int] | None = None  # the newest epoch with a drawn order, and its rounds
         self._order_is_reproducible = type(self._user_sampler) is SequentialSampler or self._permutes_by_seed
         self._sampler_state = SamplerState(None if self._order_is_reproducible else self._user_sampler)
         self._state_before: dict[str, Any] = {}  # the sampler's state before the first order of that epoch
@@ -439,11 +437,11 @@ class MicrobatchLoader(SampleLoader):
         self._probed_samples = addresses, digests[0]
         return None if self._samples_vary else digests[0]
 
+    # Whether a sample differs when read again.
     _samples_vary = False
-    """Whether a sample differs when read again."""
 
     def _take_prefetched(self, key: tuple[int, int, Microbatch]) -> bool:
-        """Moves prefetched data up to ``key`` into the cache; whether it was still to come."""
+        """Moves prefetched data up to ``key`` into the cache; False if it is past that."""
         epoch, step, _ = key
         newest = self._newest_prefetched
         if newest is not None and key <= newest:
@@ -459,7 +457,7 @@ class MicrobatchLoader(SampleLoader):
         return False
 
     def _start_prefetching(self, epoch: int, first_step: int) -> None:
-        """Starts processes that read this worker's part of the round from ``first_step`` on."""
+        """Starts processes that read this worker's part from ``first_step`` on."""
         microbatches = [Microbatch(self._pipeline, m) for m in range(self.grid.microbatches)]
         self._prefetch_end = (first_step // self._num_steps + 1) * self._num_steps
         steps = range(first_step, self._prefetch_end)

@@ -432,7 +432,8 @@ class Agent:
         self._drop_restarts()
 
     def _drop_restarts(self) -> None:
-        for running in self._running.values():
+        """Gives up the processes that wait for their next start, the coordinator too."""
+        for running in self._all_tasks():
             if running.child is None and running.final is None:
                 running.final = FinalStatus(running.status)
 
@@ -479,8 +480,8 @@ class Agent:
         if self._is_ending:
             hosted.final = FinalStatus(status)
             return
-        cause = status if status == _BAD_OPTIONS else -1
-        decision = decide_restart(hosted.record, cause, lasted, False, self._max_restarts)
+        judged_status = status if status == _BAD_OPTIONS else -1
+        decision = decide_restart(hosted.record, judged_status, lasted, False, self._max_restarts)
         if isinstance(decision, RestartRecord):
             hosted.record, hosted.start_at = decision, time.monotonic() + decision.pause
             self._printer.say(f"The coordinator {_end_text(status)}; it is started again.")

@@ -82,7 +82,7 @@ def _meeting_address(options: argparse.Namespace, environ: Mapping[str, str]) ->
 
 
 def _invitation(place: _RunAddress, environ: Mapping[str, str]) -> str:
-    """The command by which another machine joins; the coordinator prints it once it listens."""
+    """Command by which another machine joins; printed once the coordinator listens."""
     key = next((name for name in ("RECYCLE_KEY", "RECYCLE_KEY_FILE") if environ.get(name)), None)
     if place.address[0] == _HOST or key is None:
         return "For other machines to join, start it with --coordinator HOST:PORT and RECYCLE_KEY_FILE."

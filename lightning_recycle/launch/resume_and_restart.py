@@ -74,8 +74,8 @@ def settle_checkpoint(call: TrainerCall) -> TrainerCall:
     return call.from_checkpoint(settled)
 
 
+# A save that was begun may have been completed without a report of it.
 _SAVED = (SavePhase.COMPLETE.value, SavePhase.BEGUN.value)
-"""A save that was begun may have been completed without a report of it."""
 
 
 def newest_saved(

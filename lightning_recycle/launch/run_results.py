@@ -323,7 +323,7 @@ class MissingWeights:
         self._writes = _count_writes(module)
 
     def check(self, module: pl.LightningModule, ckpt_path: Any) -> None:
-        """Raises UnsupportedFeatureError if ``module`` would run without its trained weights."""
+        """UnsupportedFeatureError if ``module`` would run without its trained weights."""
         if module is not self._module() or _count_writes(module) != self._writes:
             return
         if self._is_one_stage:

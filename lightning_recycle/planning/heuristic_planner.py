@@ -55,8 +55,8 @@ _LEANING = 1.5
 A slow worker gets fewer micro-batches than its speed suggests: the pipeline also waits for its single operations.
 """
 
+# Divisor of the effort for the other distribution.
 _LEANING_SHARE = 4
-"""Divisor of the effort for the other distribution."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +92,12 @@ def heuristic(problem: Problem, effort: int = DEFAULT_EFFORT, compact_from: int 
     if (fewer := problem.without_vacant_lanes()) is not problem:
         return heuristic(fewer, effort, compact_from).expand().under(problem)
     if not worth_compacting(problem, compact_from):
-        return _listed(problem, effort)
+        return _plan_with_recomputation(problem, effort)
     with gc_paused():
         by_lanes = compact(problem, _lane(lane_problem(problem), effort))
     if good_enough(by_lanes):
         return by_lanes
-    listed = _listed(problem, effort)
+    listed = _plan_with_recomputation(problem, effort)
     return listed if is_better(listed, by_lanes) else by_lanes
 
 
@@ -116,21 +116,21 @@ def heuristic_with_variation(
         exact = replace(problem, memory=replace(problem.memory, fixed=tuple(fixed)))
     codes, sequence = operations_of(schedule, exact, variation)
     with gc_paused():
-        found = _best(codes, effort, [sequence] if _fits(codes, sequence) else [])
+        found = _best_solution(codes, effort, [sequence] if _fits(codes, sequence) else [])
     mean = Codes(problem, codes.routes, fused=codes.fused)
     schedule = assemble(mean, found.sequence, best_timing(mean, found.sequence))
-    return schedule if schedule.fits(problem) else _counted(schedule), found.timing
+    return schedule if schedule.fits(problem) else _with_counted_limit(schedule), found.timing
 
 
 def with_memory_descent(schedule: Schedule) -> Schedule:
     """A plan as fast as ``schedule``, which lists all operations, with less memory."""
     codes, sequence = operations_of(schedule, schedule.problem)
     with gc_paused():
-        found = _solved(codes, DEFAULT_EFFORT, [sequence])
+        found = _best_schedule(codes, DEFAULT_EFFORT, [sequence])
     return found if found.period <= schedule.period * (1 + 1e-9) else schedule
 
 
-def _counted(schedule: Schedule) -> Schedule:
+def _with_counted_limit(schedule: Schedule) -> Schedule:
     """The schedule with the peaks of its micro-batches in flight as its limit."""
     problem = schedule.problem
     peaks = [max(map(schedule.peak_in_flight, problem.live_workers(stage))) for stage in range(problem.grid.stages)]
@@ -153,48 +153,48 @@ class VariedPlanner:
         return heuristic_with_variation(schedule, variation, self.planner.effort)[0]
 
 
-def _listed(problem: Problem, effort: int) -> Schedule:
-    return with_recomputation(problem, lambda other, share: _planned(other, int(effort * share)))
+def _plan_with_recomputation(problem: Problem, effort: int) -> Schedule:
+    return with_recomputation(problem, lambda other, share: _plan_without_recomputation(other, int(effort * share)))
 
 
-def _planned(problem: Problem, effort: int) -> Schedule:
-    """As :func:`_listed`, without recomputation."""
+def _plan_without_recomputation(problem: Problem, effort: int) -> Schedule:
+    """As :func:`_plan_with_recomputation`, without recomputation."""
     if problem.stays_home and not problem.technique.split_backward:
         return one_f_one_b(problem)
     with gc_paused():
-        return _list_schedule(problem, effort)
+        return _search_list_schedule(problem, effort)
 
 
 @lru_cache(maxsize=32)  # about 100 kB each
 def _lane(problem: Problem, effort: int) -> Lane:
-    return Lane.of(_listed(problem, effort))
+    return Lane.of(_plan_with_recomputation(problem, effort))
 
 
-def _solved(codes: Codes, effort: int, starts: Sequence[list[int]] = ()) -> Schedule:
-    solution = _best(codes, effort, starts)
+def _best_schedule(codes: Codes, effort: int, starts: Sequence[list[int]] = ()) -> Schedule:
+    solution = _best_solution(codes, effort, starts)
     return assemble(codes, solution.sequence, solution.timing)
 
 
-def _list_schedule(problem: Problem, effort: int) -> Schedule:
-    codes = _codes(problem)
+def _search_list_schedule(problem: Problem, effort: int) -> Schedule:
+    codes = _route_codes(problem)
     if not problem.stays_home:
-        first = _solved(codes, effort)
-        leaning = _codes(problem, _LEANING)
+        first = _best_schedule(codes, effort)
+        leaning = _route_codes(problem, _LEANING)
         if not effort or leaning.routes == codes.routes or first.period <= lower_bound(problem) * (1 + 1e-9):
             return first
-        other = _solved(leaning, effort // _LEANING_SHARE)
+        other = _best_schedule(leaning, effort // _LEANING_SHARE)
         return other if is_better(other, first) else first
     # All pipelines are alike, so plan one.
     grid = problem.grid
-    one = _codes(replace(problem, grid=Grid(1, grid.stages, grid.microbatches)))
+    one = _route_codes(replace(problem, grid=Grid(1, grid.stages, grid.microbatches)))
     sequence: list[int] = []
-    for code in _best(one, effort).sequence:
+    for code in _best_solution(one, effort).sequence:
         key, number = divmod(code, grid.microbatches)
-        sequence += range(key * codes.num_microbatches + number, (key + 1) * codes.num_microbatches, grid.microbatches)
+        sequence += range(key * codes.n + number, (key + 1) * codes.n, grid.microbatches)
     return assemble(codes, sequence, best_timing(codes, sequence))
 
 
-def _best(codes: Codes, effort: int, starts: Sequence[list[int]] = ()) -> Solution:
+def _best_solution(codes: Codes, effort: int, starts: Sequence[list[int]] = ()) -> Solution:
     """The best order of the operations; ``starts`` are orders that fit into memory."""
     solution = search(codes, effort, [*starts, *_zero_bubble_start(codes)])
     if effort:
@@ -224,7 +224,7 @@ def _zero_bubble_start(codes: Codes) -> list[list[int]]:
     return [order] if _fits(codes, order) else []
 
 
-def _codes(problem: Problem, power: float = 1.0) -> Codes:
+def _route_codes(problem: Problem, power: float = 1.0) -> Codes:
     """The operations, routed as if workers' factors were raised to ``power``."""
     routes = reroute(problem.grid, problem.failed, {w: factor**power for w, factor in problem.worker_factors})
     return Codes(problem, routes, fused=not problem.technique.split_backward)
@@ -242,8 +242,7 @@ def with_fused_backwards(codes: Codes, sequence: list[int], timing: Timing) -> t
     pairs = _idle_splits(codes, sequence, timing.starts)
     if not pairs:
         return sequence, timing
-    of_kind = codes.stages * codes.num_microbatches
-    to_fused, to_weight = (FUSED - BACKWARD) * of_kind, (WEIGHT - BACKWARD) * of_kind
+    to_fused, to_weight = (FUSED - BACKWARD) * codes.stages * codes.n, (WEIGHT - BACKWARD) * codes.stages * codes.n
     weights = {code + to_weight for code in pairs}
     fused = [code + to_fused if code in pairs else code for code in sequence if code not in weights]
     again = best_timing(codes, fused)
@@ -255,7 +254,7 @@ def with_fused_backwards(codes: Codes, sequence: list[int], timing: Timing) -> t
 
 def _idle_splits(codes: Codes, sequence: Sequence[int], starts: Sequence[float]) -> set[int]:
     """The codes of those B that may as well be BW."""
-    n, stages, ranks, times = codes.num_microbatches, codes.stages, codes.ranks, codes.times
+    n, stages, ranks, times = codes.n, codes.stages, codes.ranks, codes.times
     communication = codes.problem.costs.communication
     to_weight, to_fused = (WEIGHT - BACKWARD) * stages * n, (FUSED - BACKWARD) * stages * n
     previous = [-1] * codes.problem.grid.num_workers  # the last operation of each worker so far
@@ -308,28 +307,28 @@ def with_recomputation(problem: Problem, plan: Callable[[Problem, float], Schedu
         return plan(problem, 1.0)
     best = plan(replace(problem, memory=replace(memory, checkpoint=None)), 1.0).under(problem)
     saves = [s for s in range(problem.grid.stages - 1) if memory.checkpoint[s] < memory.after_forward[s]]
-    if not saves or _met(best, lower_bound(problem)):
+    if not saves or _reaches_period(best, lower_bound(problem)):
         return best
     free = plan(replace(problem, memory=None), _AGAIN_SHARE).under(problem)
-    if _met(best, free.period):
+    if _reaches_period(best, free.period):
         return best
     if free.fits(problem):
         return free
     tight = frozenset(
         stage for stage in saves if max(map(free.peak_memory, problem.live_workers(stage))) > memory.capacity[stage]
     )
-    reduced = _reduced(problem, memory, tight)
-    if not tight or _met(best, lower_bound(reduced)):
+    reduced = _reduced_problem(problem, memory, tight)
+    if not tight or _reaches_period(best, lower_bound(reduced)):
         return best
-    found = _with_room(_expanded(plan(reduced, _AGAIN_SHARE), problem, tight), memory)
-    return best if _met(best, found.period) else found
+    found = _drop_needless_recomputations(_insert_recomputations(plan(reduced, _AGAIN_SHARE), problem, tight), memory)
+    return best if _reaches_period(best, found.period) else found
 
 
-def _met(schedule: Schedule, period: float) -> bool:
+def _reaches_period(schedule: Schedule, period: float) -> bool:
     return schedule.period <= period * (1 + 1e-9)
 
 
-def _reduced(problem: Problem, memory: Memory, stages: frozenset[int]) -> Problem:
+def _reduced_problem(problem: Problem, memory: Memory, stages: frozenset[int]) -> Problem:
     """The problem with an R, and memory for it, in each backward of ``stages``."""
     assert memory.checkpoint is not None
     costs = problem.costs
@@ -342,7 +341,7 @@ def _reduced(problem: Problem, memory: Memory, stages: frozenset[int]) -> Proble
     return replace(problem, costs=replace(costs, backward_input=tuple(backward)), memory=reduced)
 
 
-def _expanded(schedule: Schedule, problem: Problem, stages: frozenset[int]) -> Schedule:
+def _insert_recomputations(schedule: Schedule, problem: Problem, stages: frozenset[int]) -> Schedule:
     """A schedule of the reduced problem as one of ``problem``, with R before B."""
 
     def operations(worker: Worker) -> Iterator[Op]:
@@ -353,17 +352,17 @@ def _expanded(schedule: Schedule, problem: Problem, stages: frozenset[int]) -> S
 
     technique = schedule.problem.technique  # 1F1B never splits
     programs = {worker: list(operations(worker)) for worker in schedule.live_workers}
-    return _timed(replace(problem, technique=technique), programs)
+    return _retime(replace(problem, technique=technique), programs)
 
 
-def _with_room(schedule: Schedule, memory: Memory) -> Schedule:
+def _drop_needless_recomputations(schedule: Schedule, memory: Memory) -> Schedule:
     """The schedule without the R of micro-batches that fit into memory from F on."""
     programs = {}
     for worker in schedule.live_workers:
         program = schedule.program(worker)
         spared = _needless_recomputations(program, memory, worker.stage)
         programs[worker] = [op for op in program if op.kind is not OpKind.RECOMPUTE or op.microbatch not in spared]
-    return _timed(schedule.problem, programs)
+    return _retime(schedule.problem, programs)
 
 
 def _needless_recomputations(program: Sequence[Op], memory: Memory, stage: int) -> set[Microbatch | None]:
@@ -385,6 +384,6 @@ def _needless_recomputations(program: Sequence[Op], memory: Memory, stage: int) 
     return spared
 
 
-def _timed(problem: Problem, programs: dict[Worker, list[Op]]) -> Schedule:
+def _retime(problem: Problem, programs: dict[Worker, list[Op]]) -> Schedule:
     untimed = {worker: tuple(ScheduledOp(op, 0.0, 0.0) for op in ops) for worker, ops in programs.items()}
     return retime(Schedule(problem, untimed, 0.0), problem.costs)

@@ -82,13 +82,13 @@ class _ScheduleSimulation:
     def __init__(self, codes: Codes, rule: Rule, limit: Sequence[int]) -> None:
         workers = range(codes.problem.grid.num_workers)
         self.codes, self.stages, self.last = codes, codes.stages, codes.stages - 1
-        self.num_microbatches = codes.num_microbatches
+        self.num_microbatches = codes.n
         self.communication = codes.problem.costs.communication
         # Ready operations, as num_microbatches * age + micro-batch: older micro-batches go first.
         self.forwards: list[list[int]] = [[] for _ in workers]
         self.backwards: list[list[int]] = [[] for _ in workers]
         self.weights: list[list[int]] = [[] for _ in workers]
-        self.priorities = [age * codes.num_microbatches + number for number, age in enumerate(rule.ages)]
+        self.priorities = [age * codes.n + number for number, age in enumerate(rule.ages)]
         self.busy = [False] * len(workers)
         self.in_flight, self.peak = [0] * len(workers), [0] * len(workers)  # micro-batches from F to the end of W
         self.awaiting_backward = [0] * len(workers)  # micro-batches between F and B

@@ -54,14 +54,14 @@ class Solution:
     plays: int = 0
 
     @classmethod
-    def of(cls, codes: Codes, rule: Rule | None, sequence: list[int], timing: Timing, held: int = 0) -> Solution:
-        """The solution with its score: period (else makespan), makespan, ``held``.
+    def of(cls, codes: Codes, rule: Rule | None, sequence: list[int], timing: Timing, peaks: int = 0) -> Solution:
+        """The solution with its score: period (else makespan), makespan, ``peaks``.
 
-        ``held``: the sum of the workers' peaks of micro-batches; fewer leave more freedom to change the order.
+        ``peaks``: the sum of the workers' peaks of micro-batches; fewer leave more freedom to change the order.
         """
         length = timing.period if codes.problem.technique.staggered else timing.makespan
         # Rounding must not decide between equally good schedules.
-        return cls((round(length, 9), round(timing.makespan, 9), held), rule, sequence, timing)
+        return cls((round(length, 9), round(timing.makespan, 9), peaks), rule, sequence, timing)
 
 
 class _Point(NamedTuple):
@@ -101,10 +101,10 @@ class _RuleSearch:
         bounded = problem if codes.variation is None else replace(problem, memory=None)
         self.goal = goal or (lower_bound(bounded) * (1 + 1e-9), inf)
         operations = (2 if codes.fused else 3) * grid.stages * grid.global_microbatches
-        self.few = 0 < effort < 10 * operations
+        self.has_few_plays = 0 < effort < 10 * operations
         self.fruitless = 0
         self.best: Solution | None = None
-        self.ruled: Solution | None = None
+        self.best_by_rule: Solution | None = None
         """The best one from a rule, which the search varies."""
         # Random.random() gives the same numbers in every Python version; its other methods need not.
         self.draw = Random(_SEED).random
@@ -135,27 +135,25 @@ class _RuleSearch:
         self.plays_left = max(1 if goal else fewest, effort // operations) if effort else 1
         self.plays = 0
 
-    def run(self, starts: Iterable[list[int]], given: Rule | None) -> Solution:
+    def run(self, starts: Iterable[list[int]], first_rule: Rule | None) -> Solution:
         first = _Point()
-        if self.few and len(self.keeps) > 1:  # the better guess with only a few plays; patience alone comes second
+        if self.has_few_plays and len(self.keeps) > 1:  # the better guess then; patience alone comes second
             short = self.limit[0] < self.keeps[1][0]
-            limited = int(
-                self.limit[0] < self.codes.num_microbatches
-            )  # without a limit the first gradient is in time anyway
+            limited = int(self.limit[0] < self.codes.n)  # without a limit the first gradient is in time anyway
             patient = first._replace(patience=len(_PATIENCES) - 1, keep=1, express=limited)
-            first = self._awaiting if short else patient
-        if given is not None:
-            self._try(given)
-        if not self._finished:
+            first = self._awaiting_point if short else patient
+        if first_rule is not None:
+            self._try(first_rule)
+        if not self._is_finished:
             self._try(self._template(first))
         for sequence in starts:
             # The goal is no bound where micro-batches differ: a given order may be faster.
-            if not self._finished or self.codes.variation is not None:
+            if not self._is_finished or self.codes.variation is not None:
                 self._judge(sequence, None)  # of equally fast orders a given one is preferred
         self._climb(first)
-        current = self.ruled
+        current = self.best_by_rule
         assert current is not None  # the first rule's
-        while not self._finished:
+        while not self._is_finished:
             assert current.rule is not None
             solution = self._try(self._changed(current.rule))
             if solution.score <= current.score:
@@ -164,31 +162,31 @@ class _RuleSearch:
         return replace(self.best, plays=self.plays)
 
     @property
-    def _finished(self) -> bool:
+    def _is_finished(self) -> bool:
         met = self.best is not None and self.best.score[0] <= self.goal[0] and self.best.score[1] <= self.goal[1]
         return met or self.plays_left <= 0 or self.fruitless >= _MOST_FRUITLESS
 
     def _try(self, rule: Rule) -> Solution:
-        sequence, held = play_list_schedule(self.codes, rule, self.limit)
-        solution = self._judge(sequence, rule, held)
-        if self.ruled is None or solution.score < self.ruled.score:
-            self.ruled = solution
+        sequence, sum_of_peaks = play_list_schedule(self.codes, rule, self.limit)
+        solution = self._judge(sequence, rule, sum_of_peaks)
+        if self.best_by_rule is None or solution.score < self.best_by_rule.score:
+            self.best_by_rule = solution
         return solution
 
-    def _judge(self, sequence: list[int], rule: Rule | None, held: int = 0) -> Solution:
+    def _judge(self, sequence: list[int], rule: Rule | None, sum_of_peaks: int = 0) -> Solution:
         check_cancelled()
         self.plays_left -= 1
         self.plays += 1
         # The exact period of a schedule that cannot become the start of further changes does not matter.
-        hopeless = self.ruled.score[0] + 1e-9 if self.ruled else None
-        solution = Solution.of(self.codes, rule, sequence, best_timing(self.codes, sequence, hopeless), held)
+        hopeless = self.best_by_rule.score[0] + 1e-9 if self.best_by_rule else None
+        solution = Solution.of(self.codes, rule, sequence, best_timing(self.codes, sequence, hopeless), sum_of_peaks)
         self.fruitless += 1
         if self.best is None or solution.score < self.best.score:
             self.best, self.fruitless = solution, 0
         return solution
 
     @property
-    def _awaiting(self) -> _Point:
+    def _awaiting_point(self) -> _Point:
         """Where forwards are awaited: best where memory holds them back."""
         return _Point(0, len(self.patiences) - 1, len(self.keeps) - 1, len(self.expresses) - 1)
 
@@ -202,14 +200,14 @@ class _RuleSearch:
 
         def better(point: _Point) -> bool:
             nonlocal current
-            if point in seen or self._finished:
+            if point in seen or self._is_finished:
                 return False
             seen.add(point)
-            before = self.ruled
+            before = self.best_by_rule
             self._try(self._template(point))
-            if self.ruled is not before:
+            if self.best_by_rule is not before:
                 current = point
-            return self.ruled is not before
+            return self.best_by_rule is not before
 
         stages = self.stages
         patient = range(1, min(len(self.patiences), len(_PATIENCES)))
@@ -218,7 +216,7 @@ class _RuleSearch:
             *(_Point(split) for split in (0, stages // 2, stages, 1)),
             # The last: where memory is short, keeping changes nothing, and plays are better spent on the others.
             *(_Point(patience=patient[-1], keep=keep) for keep in range(1, len(self.keeps))),
-            *((self._awaiting,) if len(self.expresses) > 1 else ()),
+            *((self._awaiting_point,) if len(self.expresses) > 1 else ()),
         ):
             better(start)
         while any(better(point) for point in self._neighbours(current)):
@@ -259,8 +257,8 @@ def _most_held(codes: Codes) -> tuple[int, ...]:
     grid = codes.problem.grid
     most = [float(grid.global_microbatches)] * grid.stages
     for memory in codes.problem.memories:
-        for stage, held in enumerate(memory.after_forward):
-            each = held if codes.fused else min(held, memory.after_backward[stage])
+        for stage, after_forward in enumerate(memory.after_forward):
+            each = after_forward if codes.fused else min(after_forward, memory.after_backward[stage])
             if codes.variation is not None and memory is codes.problem.memory:
                 least = (
                     min(ratios[stage] for ratios in part) for part in (codes.variation.held, codes.variation.waiting)
@@ -306,7 +304,7 @@ class _Descent:
         self.codes, self.best = codes, solution
         self.memory = codes.problem.measure
         self.goal = tuple(length * (1 + EQUALLY_FAST) for length in solution.score[:2])
-        self.operations = (2 if codes.fused else 3) * codes.stages * codes.num_microbatches
+        self.operations = (2 if codes.fused else 3) * codes.stages * codes.n
         self.plays = effort // _DESCENT_SHARE // self.operations
         self.peaks = codes.peaks(solution.sequence, self.memory)
         largest = [max(of_stage) for of_stage in codes.bytes_of(self.memory)[0]]
@@ -360,5 +358,5 @@ class _Descent:
         whole = [int(limit + 1e-9) for limit in limits]
         if min(whole) < 1:
             raise PlanningError("a worker cannot hold one micro-batch.")
-        given = problem.in_flight_limit or whole
-        return replace(problem, in_flight_limit=tuple(map(min, whole, given)))
+        limit = problem.in_flight_limit or whole
+        return replace(problem, in_flight_limit=tuple(map(min, whole, limit)))

@@ -79,8 +79,7 @@ _OPERATION_BUDGET = 8_000_000  # the same for large grids: about 5 s
 class Codes:
     """Integer names of the operations of a problem, and tables for inner loops.
 
-    ``key = code // num_microbatches = kind * S + stage``; tables are indexed by key, or by key and micro-batch number
-    ``d * M + m``.
+    ``key = code // n = kind * S + stage``; tables are indexed by key, or by key and micro-batch number ``d * M + m``.
     Waits for a backward look at the code of BACKWARD; a FUSED one is recorded there too, ``to_backward`` further. So
     far from a RECOMPUTE is the WEIGHT, for which nothing waits.
     """
@@ -98,9 +97,9 @@ class Codes:
         self.fused = fused
         self.variation = variation
         self.stages = grid.stages
-        self.num_microbatches = grid.global_microbatches
-        self.size = 5 * self.stages * self.num_microbatches
-        self.to_backward = (BACKWARD - FUSED) * self.stages * self.num_microbatches
+        self.n = grid.global_microbatches
+        self.size = 5 * self.stages * self.n
+        self.to_backward = (BACKWARD - FUSED) * self.stages * self.n
         self.first_fused = FUSED * self.stages
         """The lowest key of FUSED."""
         self.microbatches = tuple(grid.all_microbatches())
@@ -109,11 +108,7 @@ class Codes:
         self.ranks: list[list[int]] = rank_of * 5
         self.durations = _durations(costs, fused)
         factors = {grid.rank(worker): factor for worker, factor in problem.worker_factors}
-        rows = (
-            [[d] * self.num_microbatches for d in self.durations]
-            if variation is None
-            else _by_microbatch(costs, variation, fused)
-        )
+        rows = [[d] * self.n for d in self.durations] if variation is None else _by_microbatch(costs, variation, fused)
         self.times: list[list[float]] = [
             [duration * factors.get(rank, 1.0) for duration, rank in zip(row, ranks, strict=True)] if factors else row
             for row, ranks in zip(rows, self.ranks, strict=True)
@@ -126,10 +121,10 @@ class Codes:
         # Where the input comes from, as an offset of the code; 0: from the same worker.
         last = self.stages - 1
         self.input_offset: list[int] = [
-            *(-self.num_microbatches if s else 0 for s in range(self.stages)),
-            *(self.num_microbatches if s < last else 0 for s in range(self.stages)),
+            *(-self.n if s else 0 for s in range(self.stages)),
+            *(self.n if s < last else 0 for s in range(self.stages)),
             *(0 for _ in range(self.stages)),
-            *(self.num_microbatches + self.to_backward if s < last else 0 for s in range(self.stages)),
+            *(self.n + self.to_backward if s < last else 0 for s in range(self.stages)),
             *(0 for _ in range(self.stages)),
         ]
 
@@ -145,7 +140,7 @@ class Codes:
             for stage in range(self.stages):
                 held, waiting = memory.parts(kind, stage)
                 if self.variation is None or memory is not self.problem.memory:
-                    found[-1].append([held + waiting] * self.num_microbatches)
+                    found[-1].append([held + waiting] * self.n)
                 else:
                     pairs = zip(self.variation.held, self.variation.waiting, strict=True)
                     found[-1].append([held * h[stage] + waiting * w[stage] for h, w in pairs])
@@ -157,7 +152,7 @@ class Codes:
         held = list(memory.fixed) * self.problem.grid.lanes
         peaks = list(memory.fixed)
         for code in sequence:
-            key, number = divmod(code, self.num_microbatches)
+            key, number = divmod(code, self.n)
             kind, stage = divmod(key, self.stages)
             rank = self.ranks[key][number]
             held[rank] += taken[kind][stage][number]
@@ -169,7 +164,7 @@ class Codes:
         return Codes(problem, self.routes, fused=self.fused, variation=self.variation)
 
     def code(self, kind: int, stage: int, microbatch: int) -> int:
-        return (kind * self.stages + stage) * self.num_microbatches + microbatch
+        return (kind * self.stages + stage) * self.n + microbatch
 
 
 def _durations(costs: Costs, fused: bool) -> list[float]:
@@ -211,7 +206,7 @@ class Timing:
 
 def interleave(codes: Codes, programs: Mapping[int, Sequence[int]]) -> list[int]:
     """One sequence of all operations; PlanningError if the programs wait in a cycle."""
-    n, offsets = codes.num_microbatches, codes.input_offset
+    n, offsets = codes.n, codes.input_offset
     done = [False] * codes.size
     position = dict.fromkeys(programs, 0)
     waiting: dict[int, int] = {}
@@ -242,7 +237,7 @@ def interleave(codes: Codes, programs: Mapping[int, Sequence[int]]) -> list[int]
 
 def earliest(codes: Codes, sequence: Sequence[int], begin: Sequence[float]) -> Timing:
     """The earliest times if stage s may begin at ``begin[s]``."""
-    n, comm = codes.num_microbatches, codes.problem.costs.communication
+    n, comm = codes.n, codes.problem.costs.communication
     ranks, times, offsets = codes.ranks, codes.times, codes.input_offset
     stages, first_fused, to_backward = codes.stages, codes.first_fused, codes.to_backward
     workers = codes.problem.grid.num_workers
@@ -289,7 +284,7 @@ def _await_others(
     stage_source: list[int],
 ) -> None:
     """Stages that share a layer step together; changes the last two arguments."""
-    n, stages = codes.num_microbatches, codes.stages
+    n, stages = codes.n, codes.stages
     for layer in variation.layers:
         for stage, other, microbatches in (
             (layer.stage, layer.stage + 1, layer.later),
@@ -339,7 +334,7 @@ def best_timing(codes: Codes, sequence: Sequence[int], hopeless: float | None = 
 
 def assemble(codes: Codes, sequence: Sequence[int], timing: Timing) -> Schedule:
     """The schedule of a timed sequence, with REDUCE and STEP added."""
-    problem, n, stages = codes.problem, codes.num_microbatches, codes.stages
+    problem, n, stages = codes.problem, codes.n, codes.stages
     grid, costs = problem.grid, problem.costs
     backward = OpKind.BACKWARD if codes.fused else OpKind.BACKWARD_INPUT
     kinds = (OpKind.FORWARD, backward, OpKind.BACKWARD_WEIGHT, OpKind.BACKWARD, OpKind.RECOMPUTE)

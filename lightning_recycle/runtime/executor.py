@@ -88,7 +88,7 @@ class Executor:
         self.runner.stage.remember_modes()
         has_begun = False
 
-        def run() -> None:
+        def attempt() -> None:
             nonlocal has_begun
             if not has_begun:
                 self.runner.attempt.place = (number, READING)
@@ -100,7 +100,7 @@ class Executor:
                     self.runner.follow(self._in_plane(program))
                 self.runner.run_program(number)
 
-        self._retry(run)
+        self._retry(attempt)
         assert step.result is not None
         return step.result
 
@@ -169,7 +169,7 @@ class Executor:
         return self._has_own_exception
 
     def _await_another_try(self, error: Exception) -> None:
-        """Returns if the work that raised ``error`` is to be repeated here; else raises it."""
+        """Returns if the work that raised ``error`` is to be repeated; else raises it."""
         # What the optimizer and the hooks of its step have done cannot be undone, nor what was reported to others.
         data = self.runner.attempt.reads_from
         exact = not self.runner.attempt.cannot_repeat and (data is None or data.can_read_again)
@@ -195,14 +195,14 @@ class Executor:
 
         self.runner.attempt.reads_from = handle.loader
 
-        def run() -> Mapping[int, tuple[int, dict[int, bytes]]]:
+        def attempt() -> Mapping[int, tuple[int, dict[int, bytes]]]:
             if self.client.interrupted:
                 raise Interrupted
             self.runner.attempt.place = (self.version, f"evaluation of batch {handle.index}")
             recorded = self._forwards.run_batch(handle, split, record)
             return self._exchange(f"batch {handle.index}", (handle.loader.digest(handle), recorded))
 
-        parts = self._retry(run)
+        parts = self._retry(attempt)
         if len({digest for digest, _ in parts.values()}) > 1:
             raise ConfigurationError(
                 f"Workers have read different samples for batch {handle.index} of an evaluation, or before it. A stream"
@@ -235,7 +235,7 @@ class Executor:
         self.runner.attempt.reads_from = None
         place = self.runner.attempt.place
 
-        def run() -> Mapping[int, tuple[Any] | None]:
+        def attempt() -> Mapping[int, tuple[Any] | None]:
             if self.client.interrupted:
                 raise Interrupted
             self.runner.attempt.place = (self.version, "self(x)")
@@ -244,7 +244,7 @@ class Executor:
             answer = (deliver(output),) if self._forwards.leads_last else None
             return self._exchange("output of self(x)", answer)
 
-        answers = self._retry(run)
+        answers = self._retry(attempt)
         self.runner.attempt.place = place
         (output,) = next(answer for answer in answers.values() if answer is not None)
         return output

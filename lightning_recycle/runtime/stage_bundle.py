@@ -162,7 +162,7 @@ class LayerKeeper(Protocol):
         """These layers and their state, to be sent to another worker."""
 
     def install_layers(self, cuts: Cuts, received: Sequence[Any]) -> StageBundle:
-        """Takes over the layers of its stage under ``cuts``: its own and ``received``."""
+        """Takes over the layers of its stage under ``cuts``, its own and ``received``."""
 
 
 class LayerMoves:

@@ -58,7 +58,7 @@ _ACTIVATIONS, _GRADIENTS = Channel.ACTIVATIONS, Channel.GRADIENTS
 
 @dataclass
 class Step:
-    """A step as Lightning asked for it: its data and its application."""
+    """A step of Lightning's: data, optimizer step, and the result once applied."""
 
     handle: StepHandle
     apply: Callable[[StepResult], None]
@@ -68,10 +68,13 @@ class Step:
 
 @dataclass
 class Attempt:
-    """Progress of a worker in its attempt.
+    """Progress of a worker in its attempt at a step or an evaluation.
 
-    ``place``: the step and the operation to which an exception belongs. ``cannot_repeat``: it can no longer do the same
-    again. ``computes``: it is in an attempt, not in a hook that is called only once.
+    Attributes:
+        place: the step and the operation to which an exception belongs.
+        cannot_repeat: whether a second attempt could not do the same again.
+        reads_from: the source of the data; None if none is read.
+        computes: whether the worker is in an attempt, not in a hook that is called only once.
     """
 
     place: tuple[int, str] = (0, "")
@@ -398,6 +401,7 @@ class StepRunner:
         )
 
     def _commit_and_apply(self) -> None:
+        """Runs STEP: at once, speculatively, or after a commit, by the rules of the run."""
         if self.speculation is not None:
             self._apply_at_once_or_later(self.speculation, self.version)
         elif self.commits:
@@ -414,10 +418,10 @@ class StepRunner:
         step = self.steps[number]
         norm = 0.0 if speculative else norm_of(payloads)
         overflow = any(payload.overflow for payload in payloads.values())
-        known = self.client.await_loss(number)
-        self.verifier.applied(known.loss)
+        of_all = self.client.await_loss(number)
+        self.verifier.applied(of_all.loss)
         add = partial(self.gradients.add, number, step.share)
-        result = StepResult(known.loss, norm, known.outputs, known.after_step, overflow, known.check_next, add)
+        result = StepResult(of_all.loss, norm, of_all.outputs, of_all.after_step, overflow, of_all.check_next, add)
         self.gradients.give_back()
         with self.timings.of[OpKind.STEP]:
             if self._shadow is not None:
@@ -458,7 +462,7 @@ class StepRunner:
             self.apply(speculation.await_reports(step))
 
     def confirm(self, waits: bool = True) -> None:
-        """Confirms a newest step that is speculative; without ``waits`` if that is known.
+        """Confirms a speculative newest step; ``waits``: for all reports on it.
 
         No consequence of a speculative step may be reduced, or leave the executor. Raises Interrupted when a generation
         was announced, in which a wrong speculation is corrected.
@@ -497,7 +501,7 @@ class StepRunner:
     # ------------------------------------------------------------------ a recovery
 
     def adopt(self, step: int, donor: int, lacks: bool, is_committed: bool) -> None:
-        """Takes, if it ``lacks`` it, or gives the reduced gradient of ``step``."""
+        """Receives the reduced gradient of ``step``, if it ``lacks``, or sends it."""
         with self.client.waiting("a gradient"):
             for buffer in self.gradients.of_step(step):
                 self.communicator.end_collective(self.communicator.begin_collective(buffer, source=donor))

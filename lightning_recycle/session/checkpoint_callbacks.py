@@ -44,8 +44,8 @@ _Callback = TypeVar("_Callback", bound=pl.Callback)
 
 _SAVES = ("_save_topk_checkpoint", "_save_last_checkpoint", "on_exception")
 _HELPERS = ("_link_checkpoint", "_save_checkpoint", "file_exists", "state_dict")
+# The number of a callback, the method that saves, and the metrics.
 _Call: TypeAlias = tuple[int, str, Any]
-"""The number of a callback, the method that saves, and the metrics."""
 _RECORD = (  # what ModelCheckpoint changes while it saves
     "best_k_models",
     "best_model_path",
@@ -57,8 +57,8 @@ _RECORD = (  # what ModelCheckpoint changes while it saves
     "_last_checkpoint_saved",
     "_last_global_step_saved",
 )
+# Of these what it has asked for counts at once: it is not to ask for the same again.
 _STEP_RECORDS = ("_last_checkpoint_saved", "_last_global_step_saved")
-"""Of these what it has asked for counts at once: it is not to ask for the same again."""
 
 
 def _callbacks_of(trainer: pl.Trainer, kind: type[_Callback]) -> list[_Callback]:
@@ -252,6 +252,7 @@ def _is_same(value: Any, before: Any) -> bool:
 # ---------------------------------------------------------------------- averages and finetuning
 
 _METADATA = "internal_optimizer_metadata"
+# Methods of the callbacks that others stand for in a run.
 _REPLACED = (
     "setup",
     "on_save_checkpoint",
@@ -261,7 +262,6 @@ _REPLACED = (
     "unfreeze_and_add_param_group",
     "_run_pruning",
 )
-"""Methods of the callbacks that others stand for in a run."""
 
 _PURPOSE = 7_308_893_256_327_950_949  # sets the draws of pruning apart from others with the same seed and step
 

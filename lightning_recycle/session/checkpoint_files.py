@@ -321,10 +321,10 @@ def _folder_damage(path: Path) -> str | None:
     except ValueError:
         return f"its {_MANIFEST} is overwritten"
     try:
-        wanted = {name: (entry["bytes"], int(entry["crc32"], 16)) for name, entry in manifest["files"].items()}
+        files = {name: (entry["bytes"], int(entry["crc32"], 16)) for name, entry in manifest["files"].items()}
     except (AttributeError, KeyError, TypeError, ValueError):
         return f"its {_MANIFEST} is overwritten"
-    for name, expected in wanted.items():
+    for name, expected in files.items():
         if not (path / name).is_file():
             return f"its file {name} is missing"
         size, crc = checksum(path / name)
@@ -457,13 +457,13 @@ def _failure_in(gathered: Mapping[int, Any]) -> SaveFailure | None:
     return next((part for _, part in sorted(gathered.items()) if isinstance(part, SaveFailure)), None)
 
 
-def load_sharded(path: str | os.PathLike[str], wanted: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def load_sharded(path: str | os.PathLike[str], selected: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Reads a folder that :func:`save_sharded` or another strategy of Lightning wrote.
 
-    ``wanted``: by keys such as ``state_dict.layers.0.weight``, or their beginning such as
+    ``selected``: by keys such as ``state_dict.layers.0.weight``, or their beginning such as
     ``optimizer_0.state.layers.0.weight``; a DTensor as the value makes tensors of its shape DTensors with its
     placements, read in shards. Everything by default. Returns the checkpoint as one device would have written it, with
-    the wanted parts of ``state_dict`` and ``optimizer_states``.
+    the selected parts of ``state_dict`` and ``optimizer_states``.
     """
     reader = FileSystemReader(path)
     metadata = reader.read_metadata()
@@ -475,11 +475,11 @@ def load_sharded(path: str | os.PathLike[str], wanted: Mapping[str, Any] | None 
         if top == _FSDP_WEIGHTS and weights == _WEIGHTS:
             continue  # the same bytes
         names = accumulate((_WEIGHTS if top == weights else top, *inner), lambda name, part: f"{name}.{part}")
-        name = next((name for name in names if wanted is None or name in wanted), None)
+        name = next((name for name in names if selected is None or name in selected), None)
         if name is not None:
             entries[key] = None
             if isinstance(stored, TensorStorageMetadata):
-                template = None if wanted is None else wanted[name]
+                template = None if selected is None else selected[name]
                 entries[key] = empty_like(stored.size, stored.properties.dtype, template)
     load_distributed_checkpoint(entries, reader, planner=DefaultLoadPlanner(False, False), no_dist=True)
     checkpoint: dict[str, Any] = unflatten_state_dict(entries, paths)

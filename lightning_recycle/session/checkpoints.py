@@ -81,8 +81,8 @@ from lightning_recycle.torch_internals import tree_leaves
 
 log = logging.getLogger(__name__)
 
+# Entries of a checkpoint by parameter, besides ``state_dict``: with WeightAveraging that is the average.
 _FURTHER_WEIGHTS = ("current_model_state",)
-"""Entries of a checkpoint by parameter, besides ``state_dict``: with WeightAveraging that is the average."""
 
 _WEIGHTS = ("state_dict", *_FURTHER_WEIGHTS)
 
@@ -99,11 +99,11 @@ def users_save_hook(trainer: pl.Trainer) -> str | None:
 
 def _saves_in_background(context: WorkerContext) -> bool:
     """Whether this run saves in the background; otherwise all wait for checkpoints."""
-    wanted, collectives = context.options.checkpoints, context.collectives
-    by_stage = wanted.save_distributed_checkpoint or collectives.grid.stages == 1
-    if not context.fitting or not wanted.background or context.mesh is not None:
+    options, collectives = context.options.checkpoints, context.collectives
+    by_stage = options.save_distributed_checkpoint or collectives.grid.stages == 1
+    if not context.fitting or not options.background or context.mesh is not None:
         return False
-    hook = users_save_hook(context.trainer) if wanted.background == "auto" and not by_stage else None
+    hook = users_save_hook(context.trainer) if options.background == "auto" and not by_stage else None
     if hook and collectives.is_leader:
         log.info(
             "The training waits for checkpoints, so that %s sees the whole model. With"
@@ -257,8 +257,8 @@ class Checkpoints(StageStates):
         changed: dict[str, tuple[Any, ...]] = {name: () for name in before if name not in weights}
         changed |= {name: (v,) for name, v in weights.items() if name not in before or mark_of(v) != before[name][1]}
 
-        def changes(wanted: Callable[[str], bool]) -> dict[str, tuple[Any, ...]]:
-            return to_cpu({name: value for name, value in changed.items() if wanted(name)})  # type: ignore[no-any-return]
+        def changes(selects: Callable[[str], bool]) -> dict[str, tuple[Any, ...]]:
+            return to_cpu({name: value for name, value in changed.items() if selects(name)})  # type: ignore[no-any-return]
 
         reports = self.collectives.gather_stages(
             "state dict after hooks",
@@ -339,13 +339,13 @@ class Checkpoints(StageStates):
         if not self.context.run.restarts:
             return
         trainer = self.module.trainer
-        asked, path = completion["asked"], str(trainer.ckpt_path)
+        requests, path = completion["asked"], str(trainer.ckpt_path)
         set_checkpoint_path(trainer, completion["resumed_from"])  # ModelCheckpoint would not delete that of the restart
-        loaded_index = next((n for n, (other, _) in enumerate(asked) if other == path), len(asked))
+        loaded_index = next((n for n, (other, _) in enumerate(requests) if other == path), len(requests))
         boundary = boundary_of(completion)
         if boundary is not None:
             with self.at_boundary(boundary):
-                for other, weights_only in asked[loaded_index + 1 :]:
+                for other, weights_only in requests[loaded_index + 1 :]:
                     trainer.save_checkpoint(other, weights_only)
         if self.collectives.is_leader:
             follows = (Action(name, tuple(paths), tuple(a)) for name, paths, a in completion["follows"])
@@ -489,10 +489,10 @@ class Checkpoints(StageStates):
         """This stage's part of a checkpoint's completion; no copy."""
         if marks is None:
             return None
-        changes, left = marks.changes(), self.worker_state.left_gradients()
+        changes, gradients = marks.changes(), self.worker_state.left_gradients()
         parameters = parameters_by_name(self.module)
-        owned = self.owned_names(name for name, parameter in parameters.items() if parameter in left)
-        return {**changes, "gradients": {known: left[parameters[name]] for name, known in owned.items()}}
+        owned = self.owned_names(name for name, parameter in parameters.items() if parameter in gradients)
+        return {**changes, "gradients": {owner_name: gradients[parameters[name]] for name, owner_name in owned.items()}}
 
     def is_asked(self, path: Any) -> bool:
         """Whether a checkpoint at ``path`` is asked for and not written yet."""
@@ -593,8 +593,8 @@ class Checkpoints(StageStates):
     def _shard(self, weights: Mapping[str, Any], optimizers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         shard = {**weights, **{f"optimizer_{index}": state for index, state in enumerate(optimizers)}}
         if self.stage > 0:  # these are the same for all stages
-            same = ("param_groups", "others")
-            shard = {name: {k: v for k, v in part.items() if k not in same} for name, part in shard.items()}
+            equal_keys = ("param_groups", "others")
+            shard = {name: {k: v for k, v in part.items() if k not in equal_keys} for name, part in shard.items()}
         return shard
 
     # ------------------------------------------------------------------ saving while the training goes on

@@ -80,8 +80,10 @@ class StateCopies:
 
     def limit(self, needed: int, free: float) -> bool:
         """Whether copies of ``needed`` bytes in all fit into ``free`` bytes of new memory."""
-        there = sum(copy.nbytes for copy in (*self._memory.values(), *(copy for _, copy in self._copies.values())))
-        self.are_originals = needed - there > free
+        copied_bytes = sum(
+            copy.nbytes for copy in (*self._memory.values(), *(copy for _, copy in self._copies.values()))
+        )
+        self.are_originals = needed - copied_bytes > free
         if self.are_originals:
             self._memory.clear()
         return not self.are_originals
@@ -135,11 +137,11 @@ class StateCopies:
         if not is_plain or tensor.is_inference():  # which has no version
             return tensor.detach().clone().cpu()
         key = (tensor.data_ptr(), version_of(tensor), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        known = self._copies.get(key)
-        if known is None:
-            known = self._copies[key] = (tensor, self._new_copy(tensor, self._memory.pop(place, None), until_step))
-        self._by_place[place] = known[1]
-        return known[1]
+        entry = self._copies.get(key)
+        if entry is None:
+            entry = self._copies[key] = (tensor, self._new_copy(tensor, self._memory.pop(place, None), until_step))
+        self._by_place[place] = entry[1]
+        return entry[1]
 
     @torch.no_grad()
     def _new_copy(self, tensor: Tensor, old: Tensor | None, until_step: bool) -> Tensor:
@@ -355,12 +357,12 @@ class Action:
     arguments: tuple[Any, ...]
 
 
-def settle_files(actions: Iterable[Action], known: Mapping[str, Callable[..., None]]) -> None:
-    """Carries out ``known`` actions on files, at the end of a run or after it."""
+def settle_files(actions: Iterable[Action], functions: Mapping[str, Callable[..., None]]) -> None:
+    """Carries out actions on files by ``functions``, at the end of a run or after it."""
     for action in actions:
-        if action.name in known:
+        if action.name in functions:
             try:
-                known[action.name](*action.arguments)
+                functions[action.name](*action.arguments)
             except OSError as error:
                 log.warning("After the last checkpoint of the run a file is not as it should be: %s.", error)
 

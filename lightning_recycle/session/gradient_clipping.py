@@ -83,6 +83,7 @@ _GRADIENT_HOOKS = (
     "on_before_zero_grad",
 )
 _STEP_HOOKS = ("configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step")
+# Lightning's callbacks that look at neither in these hooks; a subclass may.
 _BLIND_CALLBACKS: tuple[type[pl.Callback], ...] = (
     known.DeviceStatsMonitor,
     known.EarlyStopping,
@@ -95,7 +96,6 @@ _BLIND_CALLBACKS: tuple[type[pl.Callback], ...] = (
     known.Timer,
     known.TQDMProgressBar,
 )
-"""Lightning's callbacks that look at neither in these hooks; a subclass may."""
 
 
 def may_speculate(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
@@ -137,27 +137,27 @@ def norm_of_all(trainer: pl.Trainer, parameters: Iterable[Tensor]) -> float:
     """The norm of the gradients of ``parameters`` that all stages hold now."""
     if _gather is None:
         return float(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
-    wanted = set(map(id, parameters))
+    parameter_ids = set(map(id, parameters))
     own_norms = [
         (_parameter_names.get(id(p), name), float(p.grad.norm()))
         for name, p in trainer.lightning_module.named_parameters()
-        if id(p) in wanted and p.grad is not None
+        if id(p) in parameter_ids and p.grad is not None
     ]
     norms = dict(chain.from_iterable(_gather("norms of gradients to clip", lambda: own_norms)))
     return math.hypot(*norms.values())
 
 
-def called_once(closure: Callable[[], Any], what: str, otherwise: str = "") -> Callable[[], Any]:
+def called_once(closure: Callable[[], Any], name: str, otherwise: str = "") -> Callable[[], Any]:
     """``closure`` for an optimizer that may call it once, as gradients are there."""
-    left = [closure]
+    remaining = [closure]
 
     def once() -> Any:
-        if not left:
+        if not remaining:
             raise UnsupportedFeatureError(
-                f"In {what}, the optimizer calls its closure several times: the gradients of all workers would have to"
+                f"In {name}, the optimizer calls its closure several times: the gradients of all workers would have to"
                 f" be reduced in each. Use an optimizer that calls it once{otherwise and ', ' + otherwise}."
             )
-        return left.pop()()
+        return remaining.pop()()
 
     return once
 
@@ -291,8 +291,8 @@ def overflow_of_all(scaler: GradScaler | None, overflow: bool) -> Iterator[None]
     def change(found_inf: Tensor, found: dict[Any, Tensor]) -> dict[Any, Tensor]:
         # Nothing is found where nothing is trained; a scaler wants to have looked at something.
         found = found or {found_inf.device: found_inf}
-        for one in found.values() if overflow else ():
-            one.fill_(1.0)
+        for flag in found.values() if overflow else ():
+            flag.fill_(1.0)
         return found
 
     with after_unscaling(scaler, change):

@@ -61,8 +61,8 @@ _PRIVATE: dict[str, tuple[str, ...]] = {  # attributes of the Trainer's parts th
     _VALIDATION: ("_last_val_dl_reload_epoch", "_has_run"),
 }
 
+# Settings of the Trainer that callbacks change.
 _RUN_SETTINGS = ("should_stop", "gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches")
-"""Settings of the Trainer that callbacks change."""
 
 LOOPS = ("fit_loop", "fit_loop.epoch_loop.val_loop", "validate_loop", "test_loop", "predict_loop")
 """The loops of a Trainer that have DataLoaders, by path."""
@@ -483,11 +483,11 @@ def sets_checkpoint_path(trainer: pl.Trainer) -> bool:
     return trainer._checkpoint_connector._user_managed
 
 
-def select_checkpoint_path(trainer: pl.Trainer, wanted: Any, *, has_model: bool) -> Any:
-    """The checkpoint that Lightning would load for ``ckpt_path=wanted``, or None."""
+def select_checkpoint_path(trainer: pl.Trainer, ckpt_path: Any, *, has_model: bool) -> Any:
+    """The checkpoint that Lightning would load for ``ckpt_path``, or None."""
     assert trainer.state.fn is not None
     return trainer._checkpoint_connector._select_ckpt_path(
-        trainer.state.fn, wanted, model_provided=has_model, model_connected=trainer.lightning_module is not None
+        trainer.state.fn, ckpt_path, model_provided=has_model, model_connected=trainer.lightning_module is not None
     )
 
 

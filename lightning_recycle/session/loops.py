@@ -136,12 +136,12 @@ class PipelineEpochLoop(_TrainingEpochLoop):
         super().__init__(trainer, min_steps, max_steps)
         self.automatic_optimization = PipelineOptimization(trainer)
         self.manual_optimization = PipelineManualOptimization(trainer)
+        # Whether this worker begins at the current batch: its counters are already right.
         self._enters_mid_epoch = False
-        """Whether this worker begins at the current batch: its counters are already right."""
+        # Called once it has the data of the epoch in whose middle it begins.
         self._on_entered: Callable[[], None] | None = None
-        """Called once it has the data of the epoch in whose middle it begins."""
+        # Whether it begins with what follows the batch that the counters have completed, such as a validation.
         self._ends_batch = False
-        """Whether it begins with what follows the batch that the counters have completed, such as a validation."""
         self._has_advanced = False
 
     @property
@@ -237,8 +237,8 @@ class PipelineFitLoop(_FitLoop):
 
     runner: TrainingSteps
     _has_started = False
+    # Whether it begins in an epoch that is not over, however many steps or epochs it is to train.
     _goes_on = False
-    """Whether it begins in an epoch that is not over, however many steps or epochs it is to train."""
     _batch_size_to_load: int | None
 
     @classmethod

@@ -195,9 +195,9 @@ class MicrobatchState:
     @torch.no_grad()
     def follow(self, parameters: Iterable[Tensor]) -> None:
         """Takes ``parameters`` and optimizer options from the state that is entered."""
-        wanted = set(map(id, parameters))
+        parameter_ids = set(map(id, parameters))
         for tensor, (data,) in zip(self._tensors, self._values["tensors"], strict=True):
-            if id(tensor) in wanted:
+            if id(tensor) in parameter_ids:
                 data.copy_(tensor)
         options = self._components["options"]
         self._values["options"] = options.copy(options.get())
@@ -379,16 +379,16 @@ class ManualSteps:
             stack.callback(register_optimizer_step_pre_hook(self._check_optimizer).remove)
             yield
 
-    def _meet(self, what: str, contribution: Any, combine: Callable[[list[Any]], Any]) -> Any:
+    def _meet(self, name: str, contribution: Any, combine: Callable[[list[Any]], Any]) -> Any:
         def once(contributions: list[Any]) -> Any:
-            self._step_path.add(what)
+            self._step_path.add(name)
             self._is_together = True
             try:
                 return combine(contributions)
             finally:
                 self._is_together = False
 
-        return self._turns.meet(what, contribution, once)
+        return self._turns.meet(name, contribution, once)
 
     @contextmanager
     def hooks_once(self) -> Iterator[None]:
@@ -459,7 +459,7 @@ class ManualSteps:
     # ------------------------------------------------------------------ optimizers and schedulers
 
     def _step_optimizer(
-        self, what: str, optimizer: Optimizer, original: Callable[..., Any], closure: Any = None, **kwargs: Any
+        self, name: str, optimizer: Optimizer, original: Callable[..., Any], closure: Any = None, **kwargs: Any
     ) -> Any:
         if self._is_together:  # Lightning's optimizer steps torch's
             return original(closure, **kwargs) if closure is not None else original(**kwargs)
@@ -467,17 +467,17 @@ class ManualSteps:
         if callable(closure):
             with torch.enable_grad():
                 result = closure()
-            closure = called_once(lambda: result, what)
+            closure = called_once(lambda: result, name)
 
         def together(_: list[Any]) -> Any:
             returned = original(closure, **kwargs) if closure is not None else original(**kwargs)
             self._follow(p for group in optimizer.param_groups for p in group["params"])
             return returned
 
-        returned = self._meet(what, None, together)
+        returned = self._meet(name, None, together)
         return result if callable(closure) else returned
 
-    def _step_scheduler(self, what: str, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def _step_scheduler(self, name: str, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         if self._is_together:  # a scheduler of schedulers
             original(*args, **kwargs)
             return
@@ -486,12 +486,12 @@ class ManualSteps:
             original(*args, **kwargs)
             self._follow(())
 
-        self._meet(what, None, together)
+        self._meet(name, None, together)
 
     def _follow(self, parameters: Any) -> None:
-        wanted = list(parameters)
+        parameter_list = list(parameters)
         for world in self._states[1:]:
-            world.follow(wanted)
+            world.follow(parameter_list)
 
     def _check_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         if not self._is_together:

@@ -112,9 +112,9 @@ class MicrobatchEffects:
         """The changes for the next stage, with those of the stages before."""
         if not self.effects:
             return earlier
-        mine = {_target(effect) for effect in self.effects}
+        own_targets = {_target(effect) for effect in self.effects}
         before = pickle.loads(earlier) if earlier else []
-        return pickle.dumps([*(effect for effect in before if _target(effect) not in mine), *self.effects])
+        return pickle.dumps([*(effect for effect in before if _target(effect) not in own_targets), *self.effects])
 
     def output(self, earlier: bytes) -> bytes:
         return put_together(taken_apart(self.record)[0], self.note(earlier))
@@ -141,9 +141,9 @@ def _path_to(place: Place) -> Path:
     return place[0] if place[1] == WHOLE else (*place[0], place[1])
 
 
-def _are_nested(one: Path, other: Path) -> bool:
+def _are_nested(first: Path, second: Path) -> bool:
     """Whether one path leads to a part of the other's object."""
-    return all(a is b or a == b for a, b in zip(one, other, strict=False))
+    return all(a is b or a == b for a, b in zip(first, second, strict=False))
 
 
 def _target(effect: Effect) -> Any:
@@ -199,8 +199,8 @@ class MicrobatchChanges:
 
         Changes of running statistics are added to ``sums``, its part of the mean, if these have room for them.
         """
-        made = MicrobatchEffects()
-        return nullcontext(made) if self._alone else self._watching(self._tree, index, made, sums)
+        effects = MicrobatchEffects()
+        return nullcontext(effects) if self._alone else self._watching(self._tree, index, effects, sums)
 
     def statistics(self) -> list[Tensor]:
         if self._alone:
@@ -214,14 +214,14 @@ class MicrobatchChanges:
 
     @contextmanager
     def _watching(
-        self, tree: ValueTree, index: int, made: MicrobatchEffects, sums: Sequence[Tensor] = (), leaves: bool = True
+        self, tree: ValueTree, index: int, effects: MicrobatchEffects, sums: Sequence[Tensor] = (), leaves: bool = True
     ) -> Iterator[MicrobatchEffects]:
-        """Adds the block's changes to ``made``, if it ``leaves`` any, and takes them back."""
+        """Adds a block's changes to ``effects``, if it ``leaves`` any, and undoes them."""
         self._forget(tree.absorb())
         tree.begin({place: self._value_of(tree, place, index) for place in self.by_microbatch if tree.has(place)})
         self._is_inside = tree is self._tree
         try:
-            yield made
+            yield effects
         except BaseException:
             tree.abandon()
             raise
@@ -236,7 +236,7 @@ class MicrobatchChanges:
         for change in changes:
             if change.place in places:
                 sums[places.index(change.place)].add_((change.now.detach() - change.before) / self._microbatches)
-        made.effects += self._effects(tree, [change for change in changes if change.place not in places], index)
+        effects.effects += self._effects(tree, [change for change in changes if change.place not in places], index)
 
     def _forget(self, changed: Iterable[Place]) -> None:
         """Other code has changed these places: the values now hold for all micro-batches."""
@@ -531,11 +531,11 @@ class MicrobatchChanges:
         return sorted(self.names), sorted(self.changed), dict(self.by_microbatch), set(self._equal_places)
 
     def load_state(self, state: MicrobatchChangesState) -> None:
-        names, changed, by_microbatch, alike = state
+        names, changed, by_microbatch, equal_places = state
         self.names.update(names)
         self.changed.update(changed)
         self._tree.absorb()
-        self._equal_places, device = set(alike), self._module.device
+        self._equal_places, device = set(equal_places), self._module.device
         self.by_microbatch = {
             place: {
                 index: _MicrobatchValue(v.digest, v.packed, on_device(v.tensor, device)) for index, v in values.items()

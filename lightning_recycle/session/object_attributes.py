@@ -88,9 +88,9 @@ def put_hooks(owner: Any, hooks: Mapping[TableKey, Mapping[Any, Any]]) -> None:
     ours = _ours(tables.values())
     for key in {**tables, **hooks}:
         table = table_of(owner, key)
-        kept = {number: hook for number, hook in table.items() if number in ours}
+        own_hooks = {number: hook for number, hook in table.items() if number in ours}
         table.clear()
-        table.update({**hooks.get(key, {}), **kept})
+        table.update({**hooks.get(key, {}), **own_hooks})
 
 
 def _ours(tables: Iterable[Mapping[Any, Any]]) -> set[int]:
@@ -240,8 +240,8 @@ _OF_MODULES = frozenset({*vars(nn.Module())} - {*_MODULE_CONTENTS})
 INTERNAL_ATTRIBUTES = frozenset({*vars(pl.LightningModule()), *vars(RecordedModule), "_param_requires_grad_state"})
 """Attributes of a LightningModule that are not the user's."""
 
+# Prefix of the attributes in which ``fully_shard`` keeps its state.
 _OF_SHARDED_MODULES = "__composable_api"
-"""Prefix of the attributes in which ``fully_shard`` keeps its state."""
 
 _OF_LIGHTNING_MODULES = INTERNAL_ATTRIBUTES - {*_MODULE_CONTENTS}
 

@@ -207,44 +207,46 @@ class ObjectGraph:
 
     # ------------------------------------------------------------------ the sender
 
-    def pack(self, same: Mapping[int, Path] = MappingProxyType({})) -> ObjectPack:
+    def pack(self, unchanged: Mapping[int, Path] = MappingProxyType({})) -> ObjectPack:
         """The state of all nodes; tensors are not copied.
 
-        ``same``: paths of tensors and arrays that the receiver has, by id; they are not sent.
+        ``unchanged``: paths of tensors and arrays that the receiver has, by id; they are not sent.
         """
         states = {path: self._state(path, node) for path, node in self._nodes.items()}
         stays: dict[Path, set[str]] = {}
         for owner, _, name in (path.rpartition(".") for path in self._skipped):
             stays.setdefault(owner, set()).add(name)
-        packed = self._dump((states, stays), same)
+        packed = self._dump((states, stays), unchanged)
         if packed is None:
-            for path, names in self._unpicklable(states, same).items():
+            for path, names in self._unpicklable(states, unchanged).items():
                 stays.setdefault(path, set()).update(names)
             for path, names in stays.items():
                 states[path] = {name: value for name, value in states.get(path, {}).items() if name not in names}
-            packed = self._dump((states, stays), same)
+            packed = self._dump((states, stays), unchanged)
             assert packed is not None, "each attribute could be pickled by itself"
         return packed
 
     def unpicklable(self) -> dict[str, type[Any]]:
         """The attributes that cannot be carried, by path, and the type of each."""
         states = {path: self._state(path, node) for path, node in self._nodes.items()}
-        same = {id(value): path for path, value in self.large.items()}
-        if self._dump(states, same) is not None:
+        unchanged = {id(value): path for path, value in self.large.items()}
+        if self._dump(states, unchanged) is not None:
             return {}
-        found = self._unpicklable(states, same)
+        found = self._unpicklable(states, unchanged)
         return {f"{path}.{name}": type(states[path][name]) for path, names in found.items() for name in names}
 
-    def _unpicklable(self, states: Mapping[Path, dict[str, Any]], same: Mapping[int, Path]) -> dict[Path, set[str]]:
+    def _unpicklable(
+        self, states: Mapping[Path, dict[str, Any]], unchanged: Mapping[int, Path]
+    ) -> dict[Path, set[str]]:
         stays: dict[Path, set[str]] = {}
         for path, state in states.items():
-            if self._dump(state, same) is None:
-                stays[path] = {name for name, value in state.items() if self._dump(value, same) is None}
+            if self._dump(state, unchanged) is None:
+                stays[path] = {name for name, value in state.items() if self._dump(value, unchanged) is None}
         return stays
 
-    def _dump(self, value: Any, same: Mapping[int, Path]) -> ObjectPack | None:
+    def _dump(self, value: Any, unchanged: Mapping[int, Path]) -> ObjectPack | None:
         file = io.BytesIO()
-        pickler = _GraphPickler(self, file, same)
+        pickler = _GraphPickler(self, file, unchanged)
         try:
             pickler.dump(value)
         except Exception:  # whatever the user's classes raise: it cannot travel
@@ -287,11 +289,11 @@ class _Weights:
 
 
 class _GraphPickler(MainPickler):
-    def __init__(self, graph: ObjectGraph, file: io.BytesIO, same: Mapping[int, Path]) -> None:
+    def __init__(self, graph: ObjectGraph, file: io.BytesIO, unchanged: Mapping[int, Path]) -> None:
         super().__init__(file, MainModule(imported=True))
-        self._graph, self._same_paths = graph, same
+        self._graph, self._same_paths = graph, unchanged
         self.tensors: list[Tensor] = []
-        self.used: set[Path] = set()  # of ``same``
+        self.used: set[Path] = set()  # of ``unchanged``
         self._indices: dict[int, int] = {}
 
     @override
@@ -367,9 +369,9 @@ class _GraphUnpickler(pickle.Unpickler):
         return self._loaded_tensors[name]
 
     def _node(self, path: Path, kind: type[Any]) -> Any:
-        here = self._nodes.get(path, MISSING)
-        if here is not MISSING and class_of(here) is kind:
-            return here
+        present = self._nodes.get(path, MISSING)
+        if present is not MISSING and class_of(present) is kind:
+            return present
         if path not in self.made:
             self.made[path] = made = object.__new__(kind)
             if issubclass(kind, nn.Module):  # the attributes that are not carried
@@ -393,8 +395,8 @@ class _Update:
         self._received: list[Any] = []  # keeps ids unique
 
     def write(self, states: Mapping[Path, dict[str, Any]], stays: Mapping[Path, set[str]]) -> None:
-        known = ((path, self._made.get(path, self._nodes.get(path))) for path in states)
-        nodes = {path: node for path, node in known if node is not None}
+        existing = ((path, self._made.get(path, self._nodes.get(path))) for path in states)
+        nodes = {path: node for path, node in existing if node is not None}
         hooks = {path: states[path].pop(_HOOKS, {}) for path in nodes}
         for path, node in nodes.items():  # weights have their names here: whatever else leads to them comes later
             for name in ("_parameters", "_buffers") if isinstance(node, nn.Module) else ():
@@ -649,8 +651,8 @@ class TrainingParts:
         strategy.lr_scheduler_configs = self.schedulers
 
     def read_loaders(self, trainer: pl.Trainer) -> None:
-        for name, given in self.loaders.items():
-            read_loaders(trainer, name, None if name in self.streams else given)
+        for name, value in self.loaders.items():
+            read_loaders(trainer, name, None if name in self.streams else value)
 
 
 def _as_given(loaders: Any, mode: Any) -> tuple[Any, Any]:
@@ -670,7 +672,7 @@ class CallbackList:
 
 def callback_graph(trainer: pl.Trainer, callbacks: Sequence[Any]) -> ObjectGraph:
     """The graph of ``callbacks`` alone, with neither the module nor its parts."""
-    module, wanted = trainer.lightning_module, {id(callback) for callback in callbacks}
+    module, callback_ids = trainer.lightning_module, {id(callback) for callback in callbacks}
     anchors = {
         **process_anchors(trainer),
         **{f"module {name}": part for name, part in module.named_modules()},
@@ -678,7 +680,7 @@ def callback_graph(trainer: pl.Trainer, callbacks: Sequence[Any]) -> ObjectGraph
         "datamodule": getattr(trainer, "datamodule", None),
         **_callbacks(trainer),
     }
-    roots = {name: callback for name, callback in _callbacks(trainer).items() if id(callback) in wanted}
+    roots = {name: callback for name, callback in _callbacks(trainer).items() if id(callback) in callback_ids}
     return ObjectGraph(roots, anchors)
 
 

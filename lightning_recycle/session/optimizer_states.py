@@ -33,6 +33,7 @@ Copies: TypeAlias = Mapping[tuple[int, str], str]
 
 _WRAPPER = "_checkpoint_wrapped_module."
 
+# Optimizers that compute each element of a parameter from the same element of its gradient and state.
 _ELEMENTWISE = (
     optim.SGD,
     optim.Adam,
@@ -46,7 +47,6 @@ _ELEMENTWISE = (
     optim.ASGD,
     optim.Rprop,
 )
-"""Optimizers that compute each element of a parameter from the same element of its gradient and state."""
 
 
 def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -66,11 +66,11 @@ def group_names(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
 def trained_by_name(module: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str, nn.Parameter]:
     """The parameters of ``module``, and those of ``optimizers`` alone, by name."""
     named = dict(module.named_parameters())
-    known = set(map(id, named.values()))
+    named_ids = set(map(id, named.values()))
     for number, optimizer in enumerate(optimizers):
         for i, group in enumerate(optimizer.param_groups):
             places = {f"parameter {j} of group {i} of optimizer {number}": p for j, p in enumerate(group["params"])}
-            named.update({name: p for name, p in places.items() if id(p) not in known})
+            named.update({name: p for name, p in places.items() if id(p) not in named_ids})
     return named
 
 
@@ -160,8 +160,8 @@ def _common_states(parts: Sequence[dict[str, Any]]) -> dict[Any, Any]:
     return found
 
 
-def _alike(one: Any, other: Any) -> bool:
-    pairs = [tree_leaves(one), tree_leaves(other)]
+def _alike(first: Any, second: Any) -> bool:
+    pairs = [tree_leaves(first), tree_leaves(second)]
     return len(pairs[0]) == len(pairs[1]) and all(
         torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
         for a, b in zip(*pairs, strict=True)
@@ -258,14 +258,14 @@ def split_optimizer_state(
             f" {len(names[stage])}: create the same groups as when the checkpoint was written."
         )
     saved: dict[str, Any] = {}
-    for index, (group, known) in enumerate(zip(merged["param_groups"], merged_names(names, copies), strict=True)):
-        if len(group["params"]) != len(known):
+    for index, (group, own) in enumerate(zip(merged["param_groups"], merged_names(names, copies), strict=True)):
+        if len(group["params"]) != len(own):
             raise ConfigurationError(
                 f"Parameter group {index} of the checkpoint's optimizer has {len(group['params'])} parameters, that of"
-                f" this model {len(known)}: the model or configure_optimizers() differs from the one that was saved."
+                f" this model {len(own)}: the model or configure_optimizers() differs from the one that was saved."
             )
-        by_name = set(known) == set(group["params"])  # as in folders
-        saved.update(zip(group["params"] if by_name else known, group["params"], strict=True))
+        by_name = set(own) == set(group["params"])  # as in folders
+        saved.update(zip(group["params"] if by_name else own, group["params"], strict=True))
     state: dict[Any, Any] = _without_parameter(merged)
     groups: list[dict[str, Any]] = []
     next_index = 0
@@ -370,9 +370,9 @@ def load_parameter_groups(
             f"the optimizers have parameters that the {type(module).__name__} lacks: {', '.join(missing)}. Assign them"
             " to attributes of the module"
         )
-    for optimizer, wanted in zip(optimizers, groups, strict=True):
-        if group_names(module, optimizer) != wanted:
-            of_groups = ([parameters[name] for name in group] for group in wanted)
+    for optimizer, expected_names in zip(optimizers, groups, strict=True):
+        if group_names(module, optimizer) != expected_names:
+            of_groups = ([parameters[name] for name in group] for group in expected_names)
             optimizer.param_groups = [{**optimizer.defaults, "params": params} for params in of_groups]
 
 
@@ -416,8 +416,8 @@ def copied(value: Any, old: Any = None) -> Any:
     if isinstance(value, Tensor):
         return old.copy_(value) if fits(old, value) else value.detach().clone()
     if isinstance(value, Mapping):
-        known = old if isinstance(old, Mapping) else {}
-        return {key: copied(item, known.get(key)) for key, item in value.items()}
+        old_state = old if isinstance(old, Mapping) else {}
+        return {key: copied(item, old_state.get(key)) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(copied(item) for item in value)
     return deepcopy(value)

@@ -114,9 +114,9 @@ class OutputRecorder:
     def _find_metrics(self) -> None:
         modules = dict(self._module.named_modules())
         self._module_metrics = {name for name, module in modules.items() if isinstance(module, Metric)}
-        known = set(map(id, modules.values()))
+        module_ids = set(map(id, modules.values()))
         found = metric_parts(self._module.trainer).items()
-        modules |= {path: module for path, module in found if id(module) not in known}
+        modules |= {path: module for path, module in found if id(module) not in module_ids}
         self._metrics = {path: module for path, module in modules.items() if isinstance(module, Metric)}
         self._trackers = {path: module for path, module in modules.items() if isinstance(module, MetricTracker)}
         self._lengths = self._tracker_lengths()
@@ -463,6 +463,7 @@ def set_metric_states(metric: Metric, states: MetricStates) -> None:
         setattr(metric, name, list(value) if isinstance(value, list) else value)
 
 
+# Metrics of torchmetrics that work on whole batches alone, and the remedy.
 _INSEPARABLE = {
     "MinMaxMetric": "it keeps extremes of what it computed. Log the metric inside it, and take the extremes in a"
     " hook such as on_validation_epoch_end.",
@@ -471,7 +472,6 @@ _INSEPARABLE = {
     "NormalizedRootMeanSquaredError": "torchmetrics does not put more than two parts together. Log"
     " MeanSquaredError(squared=False), and divide it in a hook such as on_validation_epoch_end.",
 }
-"""Metrics of torchmetrics that work on whole batches alone, and the remedy."""
 
 
 def _state_names(metric: Metric) -> tuple[str, ...]:

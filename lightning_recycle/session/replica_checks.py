@@ -109,8 +109,8 @@ class StateChecks:
 
 def sums_of_copies(ties: StageTies, parameters: Mapping[str, Tensor]) -> dict[str, bytes]:
     """Checksums of this stage's copies of other stages' parameters, by first name."""
-    mine = [(tie.copies[0][1], name) for tie in ties.ties for stage, name in tie.copies if stage == ties.stage]
-    return {first: checksum([parameters[name].detach()]) for first, name in mine if name in parameters}
+    own_copies = [(tie.copies[0][1], name) for tie in ties.ties for stage, name in tie.copies if stage == ties.stage]
+    return {first: checksum([parameters[name].detach()]) for first, name in own_copies if name in parameters}
 
 
 def copies_differ(sums: Iterable[tuple[int, Mapping[str, bytes]]]) -> str:
@@ -159,15 +159,15 @@ def optimizer_options(optimizers: Iterable[Optimizer]) -> dict[str, float]:
     if len(numbers) <= _MOST_OPTIONS:
         return numbers
     names = list(numbers)
-    kept = {name: numbers[name] for name in names[:_MOST_OPTIONS]}
-    kept["digest of the other options"] = hash(tuple(numbers[name] for name in names[_MOST_OPTIONS:]))
-    return kept
+    reported = {name: numbers[name] for name in names[:_MOST_OPTIONS]}
+    reported["digest of the other options"] = hash(tuple(numbers[name] for name in names[_MOST_OPTIONS:]))
+    return reported
 
 
 # ---------------------------------------------------------------------- inputs of self(x)
 
+# Share of a tensor's norm. Workers on unlike machines compute nearly the same; other samples are far from it.
 _TOLERANCE = 1e-2
-"""Share of a tensor's norm. Workers on unlike machines compute nearly the same; other samples are far from it."""
 
 Fingerprint: TypeAlias = tuple[bytes, list[tuple[float, float]]]
 """A digest of all that is exact, and of each tensor of numbers its norm and a projection."""

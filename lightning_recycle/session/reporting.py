@@ -88,8 +88,8 @@ def _summarize_whole_model(callback: ModelSummary, trainer: pl.Trainer, parts: M
         )
         whole.example_input_array = None
         summary = callback._summary(trainer, whole)
-    taken = _TakenSummary(summary)
-    callback._summary = lambda *_: taken  # type: ignore[method-assign, assignment]
+    taken_summary = _TakenSummary(summary)
+    callback._summary = lambda *_: taken_summary  # type: ignore[method-assign, assignment]
 
 
 class _TakenSummary:
@@ -230,14 +230,14 @@ class LogRelay:
         self._log_hyperparams[index](*args, **kwargs)  # Lightning's own does nothing except on the leader
 
     def take_over(self) -> None:
-        known = [_keep_file(logger) for logger in self._loggers]
+        logged_cells = [_keep_file(logger) for logger in self._loggers]
         for index, (args, kwargs) in self._hyperparams.items():
             self._log_hyperparams[index](*args, **kwargs)
         for step, index, call, args, kwargs in self._rows:
             if call is not None:
                 if step > self._written:
                     _call(self._loggers[index], call)
-            elif step > self._written and not _is_known(known[index], *args, **kwargs):
+            elif step > self._written and not _is_known(logged_cells[index], *args, **kwargs):
                 self._log[index](*args, **kwargs)
         self._rows.clear()
         for logger in self._loggers:
@@ -275,7 +275,7 @@ def _record_calls(cls: type[Logger], loggers: list[Logger], module: RecordedModu
 
     @wraps(real)
     def experiment(logger: Logger) -> Any:
-        index = next((index for index, one in enumerate(loggers) if one is logger), None)
+        index = next((index for index, other in enumerate(loggers) if other is logger), None)
         if index is None or module.recorded_logs is None:
             return real(logger)
 
@@ -313,12 +313,12 @@ def _flush(logger: Logger) -> None:
         flush()
 
 
+# (step, name of the metric) of each value in a file.
 _Cells = set[tuple[int, str]]
-"""(step, name of the metric) of each value in a file."""
 
 
-def _is_known(known: _Cells, metrics: Mapping[str, Any], step: int | None = None, **_: Any) -> bool:
-    return step is not None and all((step, name) in known for name in metrics)
+def _is_known(cells: _Cells, metrics: Mapping[str, Any], step: int | None = None, **_: Any) -> bool:
+    return step is not None and all((step, name) in cells for name in metrics)
 
 
 def _keep_file(logger: Logger) -> _Cells:

@@ -343,9 +343,9 @@ class WholeForward:
         """Waits for all workers; returns the number of this call."""
         if self._version != self._steps.executor.version:
             self._version, self._calls = self._steps.executor.version, 0
-        mine = fingerprint(inputs)
-        numbers, given = zip(*self._collectives.gather("self(x)", (self._calls, mine)).values(), strict=True)
-        if not all(alike(theirs, mine) for theirs in given):
+        own_print = fingerprint(inputs)
+        numbers, all_prints = zip(*self._collectives.gather("self(x)", (self._calls, own_print)).values(), strict=True)
+        if not all(alike(other_print, own_print) for other_print in all_prints):
             raise ConfigurationError(
                 f"{type(self._module).__name__} was called, as in self(x), with inputs that differ between the workers,"
                 " which evaluate it together. Make them the same on all: from what every worker has (batch,"

@@ -168,7 +168,7 @@ class StageBuilder:
         return StageBundle(runs, parameters, gradients, ties, moved_gradients, replicated)
 
     def _modules_run(
-        self, cuts: Cuts, held: range, modules: Sequence[nn.Module], microbatch: int | None
+        self, cuts: Cuts, own_range: range, modules: Sequence[nn.Module], microbatch: int | None
     ) -> tuple[Sequence[nn.Module], int]:
         """The ``modules`` that a micro-batch runs here under the layout ``cuts``."""
         grid, stage = self._context.grid, self._context.worker.stage
@@ -176,16 +176,16 @@ class StageBuilder:
         if microbatch is not None:
             bounds = [*bounds_of(cuts, microbatch, grid)]
         computed = range(*bounds[stage : stage + 2])
-        return self._parts.among(modules, held, computed), computed.start
+        return self._parts.among(modules, own_range, computed), computed.start
 
     def layers(
-        self, left: Callable[[], Mapping[nn.Parameter, Tensor]], changed: Callable[[StageBundle], None]
+        self, left_gradients: Callable[[], Mapping[nn.Parameter, Tensor]], changed: Callable[[StageBundle], None]
     ) -> StageLayers | None:
         """The layers of this worker if they may move, else None."""
         context = self._context
         if not context.fitting or self._by_itself or context.grid.stages == 1 or context.mesh is not None:
             return None
-        return StageLayers(context, self._parts, self.bundle, left, changed)
+        return StageLayers(context, self._parts, self.bundle, left_gradients, changed)
 
     def executor(
         self,
@@ -193,12 +193,12 @@ class StageBuilder:
         callbacks: ExecutorCallbacks,
         layers: StageLayers | None,
         presumes: Callable[[float], bool],
-        held: Callable[[], Iterable[Tensor]],
+        held_tensors: Callable[[], Iterable[Tensor]],
     ) -> Executor:
         """The executor of a module that trains by the schedule.
 
-        ``presumes``: whether a gradient of that norm is not clipped. ``held``: returns the tensors that stay from step
-        to step.
+        ``presumes``: whether a gradient of that norm is not clipped. ``held_tensors``: returns the tensors that stay
+        from step to step.
         """
         context, options = self._context, self._context.options
         needs = commit_requirements(context.trainer, self._parts.module, context.grid.stages)
@@ -214,7 +214,7 @@ class StageBuilder:
             context.client,
             context.device,
             profiles=context.run.profiles,
-            held=held,
+            held=held_tensors,
             tries_splitting=context.fitting and options.planning.tries_splitting(context.grid.stages),
         )
         runner = StepRunner(
@@ -271,15 +271,15 @@ def _materialize(module: nn.Module, device: torch.device, seed: int, is_elsewher
     to another stage.
     """
     named = [*module.named_parameters(), *module.named_buffers()]
-    wanted = {id(tensor) for name, tensor in named if tensor.is_meta and not is_elsewhere(name)}
+    meta_ids = {id(tensor) for name, tensor in named if tensor.is_meta and not is_elsewhere(name)}
     owners = {
         name: part
         for name, part in module.named_modules()
-        if any(id(t) in wanted for t in (*parameters_of(part).values(), *buffers_of(part).values()))
+        if any(id(t) in meta_ids for t in (*parameters_of(part).values(), *buffers_of(part).values()))
     }
     if not owners:
         return
-    replace_tensors(module, lambda t: torch.zeros_like(t, device=device) if id(t) in wanted else t)
+    replace_tensors(module, lambda t: torch.zeros_like(t, device=device) if id(t) in meta_ids else t)
     without = []
     with seeded_everything() as reseed:
         for name, owner in owners.items():
@@ -542,11 +542,13 @@ class StageLayers:
             {name: optimizer.state[p] for name, p in named.items() if p in optimizer.state}
             for optimizer in self._trainer.optimizers
         ]
-        held = self._kept_gradients()
-        left = {name: held[p] for name, p in named.items() if p in held}
+        kept_gradients = self._kept_gradients()
+        moving_gradients = {name: kept_gradients[p] for name, p in named.items() if p in kept_gradients}
         with self._parts.unwatched(*layers) as modules:
             # Whatever was picklable at the start still is, unless the user's code has changed it.
-            skeleton, tensors = take_apart((dict(zip(layers, modules, strict=True)), states, left), _travels)
+            skeleton, tensors = take_apart(
+                (dict(zip(layers, modules, strict=True)), states, moving_gradients), _travels
+            )
         kinds = [(isinstance(t, nn.Parameter), t.requires_grad, t.device.type != "cpu") for t in tensors]
         return _Given(self._stage, skeleton, [tensor.detach() for tensor in tensors], kinds, self._names())
 
@@ -589,9 +591,9 @@ class StageLayers:
         for index, optimizer in enumerate(self._trainer.optimizers):
             groups_by_stage = [names[stage][index] for stage in sorted(names)]
             _regroup(optimizer, merged_names(groups_by_stage, {}), by_name, states[index])
-        held = self._kept_gradients()
+        kept_gradients = self._kept_gradients()
         ties = StageTies(self._parts.ties(stages), self._stage, parameters_by_name(self._parts.module))
-        missing = {by_name[name]: grad for name, grad in gradients.items() if by_name[name] not in held}
+        missing = {by_name[name]: grad for name, grad in gradients.items() if by_name[name] not in kept_gradients}
         bundle = self._make_bundle(cuts, ties, missing)
         self._on_change(bundle)
         return bundle
@@ -610,10 +612,10 @@ def _regroup(
     """Sets the parameters in the groups of ``optimizer``, in the order of ``names``."""
     for group, members in zip(optimizer.param_groups, names, strict=True):
         group["params"] = list(dict.fromkeys(by_name[name] for name in members if name in by_name))
-    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    for parameter in [parameter for parameter in optimizer.state if parameter not in held]:
+    group_parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    for parameter in [parameter for parameter in optimizer.state if parameter not in group_parameters]:
         del optimizer.state[parameter]
     for name, state in states.items():
         parameter = by_name[name]
-        if parameter in held and parameter not in optimizer.state:
+        if parameter in group_parameters and parameter not in optimizer.state:
             optimizer.state[parameter] = state

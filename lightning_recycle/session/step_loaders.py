@@ -50,9 +50,9 @@ class StepLoaders:
         if isinstance(dataloader, StepLoader):  # in the user's CombinedLoader, where Lightning has put it
             dataloader = dataloader.dataloader
         loader = self._source_of(dataloader)
-        if lost := loader.lost_state:
+        if names := loader.lost_state:
             rank_zero_warn(
-                f"{', '.join(lost)} of the sampler is an iterator, whose place cannot be copied: a replacement reads"
+                f"{', '.join(names)} of the sampler is an iterator, whose place cannot be copied: a replacement reads"
                 " this epoch in the order of the others, but later epochs in its own, and a resumed run draws another"
                 " order. Keep a number of the epoch, a generator or a list instead."
             )

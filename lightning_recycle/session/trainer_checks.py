@@ -177,9 +177,9 @@ def plans_checked(module: pl.LightningModule) -> Iterator[None]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
-    for one in caught:  # with the user's filters
-        warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
-    found = [match[1] for one in caught if (match := _UNRESOLVED.match(str(one.message)))]
+    for warning in caught:  # with the user's filters
+        warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    found = [match[1] for warning in caught if (match := _UNRESOLVED.match(str(warning.message)))]
     if found and not any(is_divided_by(p, TENSOR_PARALLEL) for p in module.parameters()):
         raise ConfigurationError(
             f"{type(module).__name__}.configure_model() makes no layer parallel: its plan names {', '.join(found)}, and"

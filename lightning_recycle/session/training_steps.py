@@ -160,7 +160,7 @@ class TrainingSteps:
         return self._context.seed
 
     def resume_seed(self, seed: int) -> None:
-        """Makes ``seed``, that of a checkpoint, the seed of this run, before its first step."""
+        """Makes a checkpoint's ``seed`` that of this run, before its first step."""
         context = self._context
         if seed == context.seed:
             return
@@ -182,8 +182,8 @@ class TrainingSteps:
     def enter_training(self) -> None:
         """Enters the first epoch; a joining worker waits until it may enter."""
         # After an earlier fit of this Trainer the steps are numbered on too, as their numbers decide on randomness.
-        begun = batches_so_far(self._trainer)
-        restored = begun.started or self.checkpoints.restored_steps
+        batches = batches_so_far(self._trainer)
+        restored = batches.started or self.checkpoints.restored_steps
         self._preemption.take_sigterm()
         self.worker_state.begin_training(self.checkpoints.restored_objects)
         if self._client.joining:
@@ -291,10 +291,10 @@ class TrainingSteps:
             for callback in trainer.callbacks:  # type: ignore[attr-defined]
                 if saves_on_exception(callback):
                     callback.on_exception(trainer, trainer.lightning_module, SIGTERMException())
-            path, wanted = None, options.save_on_signal
-            if not isinstance(wanted, bool):
-                path = os.fspath(wanted)
-            elif wanted or self._preemption.resumes:
+            path, setting = None, options.save_on_signal
+            if not isinstance(setting, bool):
+                path = os.fspath(setting)
+            elif setting or self._preemption.resumes:
                 path = path_of_ended_run(trainer)
             path = collectives.broadcast(path)  # a number in it is found by looking into the folder
             if path is not None:
@@ -314,7 +314,7 @@ class TrainingSteps:
         return torch.tensor(value, dtype=self._loss_dtype, device=self._context.device)
 
     def log_step(self, handle: StepHandle, loss: Tensor, outputs: Mapping[int, bytes]) -> Any:
-        """Logs what the step's micro-batches logged; returns what ``training_step`` returned."""
+        """Logs for a step what its micro-batches have; returns ``training_step``'s result."""
         returned = None
         if any(outputs.values()):
             with self._context.forward_context():

@@ -266,7 +266,7 @@ class PlaceChange:
 
 
 def _appended_items(before: Any, now: Any) -> list[Any] | None:
-    """The items of ``now`` after those of ``before``; None if it does not begin with them."""
+    """The items of ``now`` after those of ``before``; None if others come first."""
     longer = len(now) > len(before) and all(map(is_, before, now))
     return list(now)[len(before) :] if longer else None
 
@@ -425,12 +425,7 @@ class ValueTree:
         for (name, *table), cell in self._cells.items():
             for key, value in cell.items() if table == [_BUFFERS] else ():
                 is_statistic = key in _STATISTICS or isinstance(self._module.get_submodule(name), NormBase)
-                if (
-                    is_statistic
-                    and isinstance(value, Tensor)
-                    and value.is_floating_point()
-                    and id(value) in self._tracked
-                ):
+                if is_statistic and id(value) in self._tracked and value.is_floating_point():
                     self.statistics[cell.path, key] = value
                     self._tracked[id(value)].is_written = True  # by a way that nothing counts
         self._single_cells = [*own_cells, *[*self._cells.values()][2 + len(self._module_tables) :]]
@@ -630,7 +625,7 @@ class ValueTree:
 
     @torch.no_grad()
     def end(self) -> list[PlaceChange]:
-        """Ends the block: returns its changes, and a change for each place of :meth:`begin`.
+        """Ends the block; returns its changes, and one for each place of :meth:`begin`.
 
         All places hold again what they held before :meth:`begin`.
         """
@@ -721,10 +716,8 @@ class ValueTree:
             entry.is_written = True
             return PlaceChange(places[0], entry.tensor, stand_in)
         is_counted = entry.write_count != (write_count := _write_count(entry.tensor))
-        is_compared_now = (
-            entry.tensor.nbytes <= _ALWAYS_COMPARED_BYTES
-            or id(entry) % _COMPARE_EVERY == self._num_blocks % _COMPARE_EVERY
-        )
+        is_in_turn = id(entry) % _COMPARE_EVERY == self._num_blocks % _COMPARE_EVERY
+        is_compared_now = is_in_turn or entry.tensor.nbytes <= _ALWAYS_COMPARED_BYTES
         if not is_counted and (entry.copy is None or not is_compared_now):
             return None
         if entry.copy is None:

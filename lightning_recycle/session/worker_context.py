@@ -67,8 +67,8 @@ ALONE = (
 )
 """The error of a worker that is about to join, when it is asked for ``what`` needs the others."""
 
+# Packages that ask for a process group where nothing depends on the answer.
 _LIBRARIES = {"torch", "torchmetrics", "lightning", "lightning_fabric", "pytorch_lightning", __name__.partition(".")[0]}
-"""Packages that ask for a process group where nothing depends on the answer."""
 
 
 def watch_process_group(is_in_step: Callable[[], bool], of_members: bool = False) -> None:
@@ -77,7 +77,7 @@ def watch_process_group(is_in_step: Callable[[], bool], of_members: bool = False
     ``of_members``: the members of a position form one, for torch's sharded tensors. Other callers are answered that
     there is none: values of members, such as the state of a metric, are not to be summed over them.
     """
-    known = getattr(dist.is_initialized, "watched", dist.is_initialized)
+    original = getattr(dist.is_initialized, "watched", dist.is_initialized)
     warned = False
 
     def is_initialized() -> bool:
@@ -94,9 +94,9 @@ def watch_process_group(is_in_step: Callable[[], bool], of_members: bool = False
                 " self.all_gather.",
                 stacklevel=2,
             )
-        return known() and (package == "torch" or not of_members)
+        return original() and (package == "torch" or not of_members)
 
-    is_initialized.watched = known  # type: ignore[attr-defined]
+    is_initialized.watched = original  # type: ignore[attr-defined]
     dist.is_initialized = is_initialized
 
 
@@ -156,9 +156,9 @@ class WorkerCollectives(StageGroup):
 
     @property
     def leader(self) -> int:
-        known = self.client.member.leader
-        if known >= 0:
-            return known
+        old_leader = self.client.member.leader
+        if old_leader >= 0:
+            return old_leader
         return self.positions.rank(Worker(0, self.grid.stages - 1))
 
     @property
@@ -280,8 +280,8 @@ class WorkerCollectives(StageGroup):
         if self.client.joining:
             raise UnsupportedFeatureError(ALONE.format(what=f"It asks the leader for {name}"))
         while True:
-            mine = (action(),) if self.is_leader else None
-            for found in self.gather_all(name, mine).values():
+            contribution = (action(),) if self.is_leader else None
+            for found in self.gather_all(name, contribution).values():
                 if found is not None:  # of one worker: only one leads
                     return found[0]
 

@@ -163,8 +163,8 @@ class WorkerState:
 
     def load_objects(self, objects: ObjectPack, state: Mapping[str, Tensor]) -> None:
         graph, device = user_graph(self._trainer), self._context.device
-        given = {name: tensor.to(device) for name, tensor in state.items()}
-        graph.update(objects, device, {**graph.large, **weights_for(self._module, given)})
+        tensors = {name: tensor.to(device) for name, tensor in state.items()}
+        graph.update(objects, device, {**graph.large, **weights_for(self._module, tensors)})
         self._recorder.find_again()
 
     # ------------------------------------------------------------------ peers
@@ -232,8 +232,8 @@ class WorkerState:
         self._restore_objects(snapshot)
         self._restore_trainer(snapshot)
         self._microbatch_changes.load_state(snapshot.microbatch_changes)
-        client, mine = self._context.client, self._describe()
-        if names := [name for name, value in snapshot.values.items() if repr(mine.get(name)) != repr(value)]:
+        client, own_values = self._context.client, self._describe()
+        if names := [name for name, value in snapshot.values.items() if repr(own_values.get(name)) != repr(value)]:
             cause = f"it does not hold what its peer gave it: {', '.join(names)}"
             client.send(Differs(client.rank, self._executor.version - 1, cause))
             client.resign(cause)

@@ -58,19 +58,14 @@ class SimulatedRun:
     """A training run under a policy, played until tick ``end``.
 
     Attributes:
-        spans, events: the timeline so far.
-        live: nodes that work.
-        changes: failures and repairs to come, the next one last.
-        now: the present tick.
-        pauses: (label, end) of what is left of the pauses, the next one last.
-        pending: a reaction that waits for the end of a step.
-        alarm: the tick at which the policy wants to be asked again.
+        spans, events: the timeline so far; ``now``: the present tick; ``live``: the nodes that work.
+        changes: failures and repairs to come, the next one last; ``pauses``: likewise, as (label, end).
+        alarm: the tick at which the policy wants to be asked again; ``pending``: its reaction to the end of a step.
         snapshot: the newest state of which a checkpoint was begun; ``loadable_at``: when that can be loaded.
         older_snapshot: the state to which a loss goes back until then.
         after_pauses: "write" if a checkpoint of the state after the pauses is then written on; "loaded" if that state
             can be loaded at once, as it was itself loaded, or saved in the pauses.
         origin: a step begins here, and every step's duration later; ``begun``: when the first of them really began.
-        configuration: the training in force.
     """
 
     def __init__(self, context: Context, policy: Policy, changes: Sequence[Change], end: int) -> None:
@@ -258,7 +253,7 @@ class SimulatedRun:
     # -- the timeline ---------------------------------------------------------------------------------------------
 
     def _extend_timeline(self, until: int) -> None:
-        """Adds what happens from now ``until`` then, in the last span if that only goes on."""
+        """Adds the time from now ``until`` then, to the last span if that goes on."""
         if until <= self.now:
             return
         configuration = self.configuration

@@ -31,7 +31,7 @@ def open_plans(open_planner, monkeypatch) -> OpenPlans:
         planner = open_planner(GRID, split_backward=False, memory=memory)
         planner.prepare()
         found = RunPlans(GRID, planner, None, lambda profile: None, lambda: None, rebalance)
-        found.begin_generation(frozenset(), (), 0)
+        found.plan_generation(frozenset(), (), 0)
         return found
 
     return begin
@@ -61,7 +61,7 @@ def test_re_routing_goes_on(open_plans, seconds, state, fixed, reason):
             took = sum(seconds[begin:end])
             plans.applied(Worker(0, stage), Applied(stage, 0, {"F": took, "BW": 2 * took}, {}), is_stage_leader=True)
         plans.stepped(1.0)
-    validate(plans.begin_generation(DEAD, (), 10))
+    validate(plans.plan_generation(DEAD, (), 10))
     lines: list[str] = []
 
     def told() -> bool:
@@ -98,7 +98,7 @@ def test_a_defect_of_the_search_is_logged_with_its_traceback_and_re_routing_goes
     plans = open_plans("always", "16 micro-batches")
     monkeypatch.setattr(PlanningProcess, "ask", ask)
     measure(plans)
-    assert plans.begin_generation(DEAD, (), 10).failed == DEAD
+    assert plans.plan_generation(DEAD, (), 10).failed == DEAD
     assert wait_for(lambda: "defect of lightning_recycle" in caplog.text, 60)
     assert "TypeError: bad" in caplog.text
     assert "Traceback: line 1" in caplog.text
@@ -108,7 +108,7 @@ def test_a_defect_of_the_search_is_logged_with_its_traceback_and_re_routing_goes
 def test_layers_move_away_from_the_stage_that_has_lost_a_worker(open_plans, dead):
     plans = open_plans("always", "16 micro-batches")
     measure(plans)
-    plans.begin_generation(frozenset({dead}), (), 10)
+    plans.plan_generation(frozenset({dead}), (), 10)
     found: list[LayoutReady] = []
     assert wait_for(lambda: found.extend(e for e in plans.better() if isinstance(e, LayoutReady)) or found, 60)
     (ready,) = found

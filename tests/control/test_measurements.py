@@ -103,7 +103,7 @@ def run(plans: RunPlans, noise: float, steps: int, rng: random.Random) -> list[L
 
 
 def test_layers_stay_as_long_as_noise_explains_the_gain(plans, monkeypatch):
-    plans.begin_generation(frozenset(), (), 0)
+    plans.plan_generation(frozenset(), (), 0)
     found, rng = FoundLayouts(plans, monkeypatch), random.Random(1)
     assert run(plans, 0.5, 2 * STEPS, rng) == []
     assert found.asked == 2
@@ -114,9 +114,9 @@ def test_layers_stay_as_long_as_noise_explains_the_gain(plans, monkeypatch):
 
 
 def test_layers_move_at_once_where_they_are_known_or_somebody_is_lost(plans, monkeypatch):
-    plans.begin_generation(frozenset(), (), 0)
+    plans.plan_generation(frozenset(), (), 0)
     FoundLayouts(plans, monkeypatch)
     rng = random.Random(1)
     assert len(run(plans, 0.02, STEPS, rng)) == 1
-    plans.begin_generation(frozenset({Worker(1, 0)}), (), STEPS)
+    plans.plan_generation(frozenset({Worker(1, 0)}), (), STEPS)
     assert len(run(plans, 0.5, 1, rng)) == 1

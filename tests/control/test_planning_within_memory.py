@@ -45,7 +45,7 @@ def planner(open_planner) -> PlanProvider:
 @pytest.fixture
 def plans(planner) -> RunPlans:
     plans = RunPlans(GRID, planner, None, lambda profile: None, lambda: None)
-    plans.begin_generation(ALL, (), 0)
+    plans.plan_generation(ALL, (), 0)
     return plans
 
 

@@ -177,7 +177,7 @@ def test_after_the_last_run_who_comes_too_late_is_told_that_it_finished():
     reception = Reception(("127.0.0.1", 0), KEY.encode(), workers=4)
     reception.listener.start()
     reception.is_over = True
-    threading.Thread(target=reception.first, daemon=True).start()
+    threading.Thread(target=reception.await_first, daemon=True).start()
     late = client(reception.listener.address, WANTS)
     assert late.exited.wait(PATIENCE)
     assert late.exit_code == 0

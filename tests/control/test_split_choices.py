@@ -37,7 +37,7 @@ class Run:
         self.begin(ALL)
 
     def begin(self, failed: frozenset[Worker]) -> Schedule:
-        return self.plans.begin_generation(failed, (), 0)
+        return self.plans.plan_generation(failed, (), 0)
 
     def steps(self, count: int = 3) -> None:
         for _ in range(count):

@@ -304,7 +304,9 @@ def test_the_metrics_are_those_of_the_code():
 
 @pytest.mark.parametrize(("header", "states"), [("state in a step", StepState), ("state of a rank", Standing)])
 def test_the_states_of_the_protocol_are_those_of_the_code(header, states):
-    assert table_under("architecture.md", header) == [[state.name, state.value] for state in states]
+    listed = re.findall(r"^- (\w+): (.*(?:\n  .*)*)", inspect.getdoc(states) or "", re.M)
+    events = {name: " ".join(text.split()) for name, text in listed}
+    assert table_under("architecture.md", header) == [[state.name, state.value, events[state.name]] for state in states]
 
 
 def test_the_rooms_are_those_of_the_tree_and_begin_where_the_page_says():

@@ -1,8 +1,20 @@
 """When a process is started again, and what follows for the exit status of all: tables."""
 
+import os
+
 import pytest
 
-from lightning_recycle.engines.agent import FinalStatus, RestartRecord, decide_restart, exit_status, in_words, verdict
+from lightning_recycle.engines.agent import (
+    Agent,
+    FinalStatus,
+    Printer,
+    ProcessCommand,
+    RestartRecord,
+    decide_restart,
+    exit_status,
+    in_words,
+    verdict,
+)
 
 
 @pytest.mark.parametrize(("status", "again"), [
@@ -85,3 +97,20 @@ def test_a_replacement_that_fails_costs_nothing_if_the_others_finish():
 def test_an_end_is_told_in_words(status, words):
     assert words in in_words(status)
     assert 0 <= exit_status(status) < 256
+
+
+def test_a_coordinator_that_waits_for_its_next_start_is_not_started_once_the_run_ends(tmp_path):
+    starts, seen = tmp_path / "starts", tmp_path / "seen"
+    starts.touch()
+    count = f"wc -l < {starts}"
+
+    def command(name: str, script: str) -> ProcessCommand:
+        return ProcessCommand(name, ("sh", "-c", script), os.environ)
+
+    coordinator = command(
+        "coordinator", f"echo >> {starts}; exit 1"
+    )  # its third start is due a second after the second
+    failing = command("failing", f"while [ $({count}) -lt 2 ]; do sleep 0.01; done; {count} > {seen}; exit 1")
+    agent = Agent([failing, command("lasting", "sleep 2.5")], 10, Printer(False), 10.0, coordinator)
+    assert agent.run() == 1
+    assert len(starts.read_text()) == int(seen.read_text())

@@ -148,10 +148,13 @@ def test_a_stage_is_lost_with_its_last_whole_position(grid, kill):
     (sharded.Ordinary(), {"callbacks": [FaultInjectionCallback([Fault("kill", 0, 0, 1, member=2)])]}, "one of 0 to 1"),
 ], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
 def test_what_is_not_supported_is_refused_before_a_worker_starts(module, options, expected):
-    with pytest.raises((UnsupportedFeatureError, ConfigurationError), match=expected):
+    def start():
         strategy = recycle_strategy(**{"tensor_parallel_size": 2, **options.pop("strategy", {})})
         trainer = L.Trainer(accelerator="cpu", strategy=strategy, **{"devices": 2, "max_steps": 1, **QUIET, **options})
         trainer.fit(module, DataLoader(sharded.dataset(), batch_size=sharded.BATCH))
+
+    with pytest.raises((UnsupportedFeatureError, ConfigurationError), match=expected):
+        start()
 
 
 class Idle(sharded.Ordinary):

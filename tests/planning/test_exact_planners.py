@@ -35,7 +35,7 @@ def one_at_a_time(problem: planning.Problem) -> planning.Schedule:
     codes = Codes(problem, planning.reroute(problem.grid, problem.failed), fused=not problem.technique.split_backward)
     stages = range(problem.grid.stages)
     sequence = []
-    for number in range(codes.num_microbatches):
+    for number in range(codes.n):
         sequence += [codes.code(FORWARD, stage, number) for stage in stages]
         sequence += [codes.code(BACKWARD, stage, number) for stage in reversed(stages)]
         if problem.technique.split_backward:
@@ -52,14 +52,14 @@ def lopsided() -> planning.Schedule:
     peers = {mb: planning.Worker(2 * (mb.pipeline == 2), 1) for mb in grid.all_microbatches()}
     codes = Codes(problem, [homes, peers], fused=False)
     order = [(FORWARD, 0), (FORWARD, 1), (BACKWARD, 1), (BACKWARD, 0), (WEIGHT, 0), (WEIGHT, 1)]
-    sequence = [codes.code(kind, stage, number) for number in range(codes.num_microbatches) for kind, stage in order]
+    sequence = [codes.code(kind, stage, number) for number in range(codes.n) for kind, stage in order]
     return assemble(codes, sequence, best_timing(codes, sequence))
 
 
 def forwards_first(problem: planning.Problem) -> planning.Schedule:
     """GPipe: as long as 1F1B with fused backwards, but every micro-batch is in flight."""
     codes = Codes(problem, planning.reroute(problem.grid, problem.failed), fused=True)
-    numbers, stages = range(codes.num_microbatches), range(problem.grid.stages)
+    numbers, stages = range(codes.n), range(problem.grid.stages)
     sequence = [codes.code(FORWARD, stage, number) for number in numbers for stage in stages]
     sequence += [codes.code(BACKWARD, stage, number) for number in numbers for stage in reversed(stages)]
     return assemble(codes, sequence, best_timing(codes, sequence))

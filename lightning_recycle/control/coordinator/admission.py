@@ -47,9 +47,9 @@ FirstMessage: TypeAlias = messages.Hello | messages.Returned
 
 
 class Reception:
-    """Port where workers come; keeps them until there is a run for them.
+    """The port to which workers connect; keeps them until there is a run for them.
 
-    ``workers``: how many may come at the same time. Raises ConfigurationError if the address cannot be listened at.
+    ``workers``: how many may connect at the same time. Raises ConfigurationError if the address cannot be listened at.
 
     Attributes:
         strangers: connections without a first message yet.
@@ -125,11 +125,11 @@ class Reception:
             connection.read()
         except (EOFError, OSError) as error:
             log.warning("A worker left before there was a run for it: %s", error or "without a word")
-            self._callers = [(known, first) for known, first in self._callers if known is not connection]
+            self._callers = [caller for caller in self._callers if caller[0] is not connection]
             self.loop.forget(connection)
             connection.close()
 
-    def first(self) -> FirstMessage:
+    def await_first(self) -> FirstMessage:
         """Waits for a worker while a further run is possible; returning workers go first."""
         while not self._callers:
             self.look()
@@ -157,8 +157,8 @@ class Reception:
 
     def send_away(self, why: messages.Stop | messages.Unfit) -> None:
         """Sends ``why`` to the kept workers, and forgets them."""
-        met, self._callers = self._callers, []
-        for connection, first in met:
+        callers, self._callers = self._callers, []
+        for connection, first in callers:
             if isinstance(why, messages.Unfit):
                 log.warning("Refused %s: %s", described(first), why.why)
             self.loop.forget(connection)
@@ -169,8 +169,8 @@ class Reception:
     def serve(self, greet: Callable[[NonBlockingConnection, FirstMessage], None], on_wake: Callable[[], None]) -> None:
         """A run takes over: it decides about the kept workers and all that come later."""
         self.greet, self.on_wake = greet, on_wake
-        met, self._callers = self._callers, []
-        for connection, first in met:
+        callers, self._callers = self._callers, []
+        for connection, first in callers:
             self.loop.forget(connection)
             greet(connection, first)
         self.loop.wake()  # others may have come in between
@@ -187,7 +187,7 @@ class Reception:
 
 
 def described(first: FirstMessage) -> str:
-    """The sender of ``first``, in words."""
+    """The sender of ``await_first``, in words."""
     return f"a worker (process {first.pid} of {first.node or 'a machine'})"
 
 
@@ -259,6 +259,7 @@ class Admission:
             self._admit(hello.rank, connection, describe(hello), hello.joining)
 
     def _fits(self, hello: messages.Hello) -> bool:
+        """Whether the position that a worker claims is free for it."""
         if hello.rank is None:
             return True
         if not 0 <= hello.rank < self._state().num_workers or hello.rank in self._workers.connections:
@@ -269,9 +270,8 @@ class Admission:
         """A worker that has lost its coordinator, or assumes so."""
         readmission, rank, state = self._readmission, returned.rank, self._state()
         if readmission is None:
-            self._send_off(
-                connection, rank, "this coordinator does not survive its end", messages.Stop(StopReason.LOST)
-            )
+            why = "this coordinator does not survive its end"
+            self._send_off(connection, rank, why, messages.Stop(StopReason.LOST))
             return
         standing = readmission.judge(state, self._workers.connections.keys(), returned)
         if state.outcome is not None or standing in (ReturnStanding.LEFT, ReturnStanding.LOST):
@@ -281,8 +281,8 @@ class Admission:
         readmission.heard(time.monotonic())
         self._readmit(connection, returned, standing)
 
-    def _send_off(self, connection: NonBlockingConnection, rank: int, why: str, *words: Any) -> None:
-        connection.part(*words, seconds=_SHORT_FAREWELL_SECONDS)
+    def _send_off(self, connection: NonBlockingConnection, rank: int, why: str, *last_messages: Any) -> None:
+        connection.part(*last_messages, seconds=_SHORT_FAREWELL_SECONDS)
         log.warning("Worker %s wants to return and has to end: %s.", self._state().name(rank), why)
 
     def _on_spare(self, connection: NonBlockingConnection) -> None:
@@ -310,7 +310,7 @@ class ReturnStanding(Enum):
 
 
 class Readmission:
-    """Judges workers that return."""
+    """Judges workers that return to a restarted coordinator, by its journal."""
 
     def __init__(self, journal: Journal, grid: Grid, options: CoordinatorOptions, now: float, members: int = 1) -> None:
         self._journal = journal
@@ -322,12 +322,11 @@ class Readmission:
         self._holds_until = float("inf") if journal.is_continued and self.state().generation.number < 0 else 0.0
 
     def state(self) -> MembershipState:
+        """The state to begin with: that of the journal, if it has one."""
         written, retries = self._journal.kept, self._options.recovery.machine_error_retries
-        return (
-            initial_state(self._grid, retries, self._members)
-            if written is None
-            else revived_state(self._grid, written, retries, self._members)
-        )
+        if written is None:
+            return initial_state(self._grid, retries, self._members)
+        return revived_state(self._grid, written, retries, self._members)
 
     @property
     def enrolled(self) -> messages.Enrolled:
@@ -340,11 +339,8 @@ class Readmission:
             return ReturnStanding.LOST
         is_free = rank not in connected
         if state.generation.number < 0:
-            return (
-                ReturnStanding.STARTER
-                if is_free and rank in state.roster.live and returned.generation < 0
-                else ReturnStanding.LOST
-            )
+            is_starter = is_free and rank in state.roster.live and returned.generation < 0
+            return ReturnStanding.STARTER if is_starter else ReturnStanding.LOST
         if rank in state.roster.live:
             is_held = rank in self._journaled_processes and self._journaled_processes[rank].token == returned.token
             is_it = state.returned is not None and is_free and is_held

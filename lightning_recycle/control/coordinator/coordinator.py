@@ -162,7 +162,9 @@ class Coordinator:
         self._done = threading.Event()
         self._closing = False
         self._deserted = False
-        self._wrong: Counter[int] = Counter()  # wrong states found at each position; one wrong result counts as many
+        self._wrong_counts: Counter[int] = (
+            Counter()
+        )  # wrong states found at each position; one wrong result counts as many
         self._started: dict[int, WorkerProcess] = {}  # the first at each position that were started here
         self._grows = grows
         self._vacated: set[int] = set()  # positions that are empty because their worker was asked to leave
@@ -243,8 +245,8 @@ class Coordinator:
 
     def _is_left(self) -> bool:
         """Whether all workers have gone before the run began, and none is about to come."""
-        here = self._workers.connections or self._vacancies.spares or self._reception.has_strangers
-        return not self._owns_reception and self._entrance.has_met and not self.has_begun and not here
+        present = self._workers.connections or self._vacancies.spares or self._reception.has_strangers
+        return not self._owns_reception and self._entrance.has_met and not self.has_begun and not present
 
     def end_at_boundary(self) -> None:
         """Asks the workers to end after their present step and its checkpoints.
@@ -313,6 +315,7 @@ class Coordinator:
         self._finish(protocol.Failed(f"The coordinator failed: {type(error).__name__}: {error}"))
 
     def _on_tick(self, now: float) -> None:
+        """Does what is due by the clock: signs of life, reviews, deadlines, replacements."""
         if self._state.outcome is not None:
             return
         if now >= self._next_sign:
@@ -396,15 +399,16 @@ class Coordinator:
     # ------------------------------------------------------------------ workers come and go
 
     def _on_wake(self) -> None:
+        """Handles what other threads have left: started processes, plans, requests."""
         for rank, process in self._vacancies.take_started():
             if process is None:
                 self._lose_candidate(rank, "it could not be started")
             else:
                 self._started.setdefault(rank, process)
                 self._workers.watch_exit(rank, process)
-        held, self._postponed_event = self._postponed_event, None
-        if held is not None:
-            self._handle(held)
+        event, self._postponed_event = self._postponed_event, None
+        if event is not None:
+            self._handle(event)
         for plan in self._plans.better():
             self._handle(self._for_ranks(plan))
         for kind, details in self._plans.take_notes():
@@ -417,17 +421,19 @@ class Coordinator:
             for rank in [rank for rank in self._workers.connections if self._history.processes[rank][0] == host]:
                 self._on_leave(messages.Leave(rank))
 
-    def _readmit(self, connection: NonBlockingConnection, returned: messages.Returned, place: ReturnStanding) -> None:
-        rank = returned.rank
-        self._vacancies.held_before(rank, returned.node, returned.incarnation)
-        reports = membership.returned_events(returned) if place is not ReturnStanding.MEMBER else iter(())
-        if place is ReturnStanding.MEMBER:
+    def _readmit(
+        self, connection: NonBlockingConnection, returned: messages.Returned, standing: ReturnStanding
+    ) -> None:
+        """A worker takes the position again that it had under an earlier coordinator."""
+        rank, is_member = returned.rank, standing is ReturnStanding.MEMBER
+        self._vacancies.note_holder(rank, returned.node, returned.incarnation)
+        if is_member:
             self._watch.reported(rank)
         if self._is_first_member(rank):
             self._plans.returned(self._position(rank), returned)
         process = describe(returned, returned.incarnation)
-        self._admit(rank, connection, process, place is ReturnStanding.CANDIDATE, returned)
-        for message in reports:
+        self._admit(rank, connection, process, standing is ReturnStanding.CANDIDATE, returned)
+        for message in () if is_member else membership.returned_events(returned):
             self._on_message(rank, message)
 
     def _admit(
@@ -438,7 +444,7 @@ class Coordinator:
         joining: bool,
         returned: messages.Returned | None = None,
     ) -> None:
-        """A worker takes its position; if it has ``returned``, its reports count."""
+        """A worker takes its position; ``returned``: what it reports of an earlier one."""
         self._history.introduce(rank, process.node, process.pid)
         self._unread.append(rank)
         self._watch.heard(rank, time.monotonic())
@@ -468,11 +474,11 @@ class Coordinator:
         else:
             free = [rank for rank in self._state.roster.ranks if not self._workers.has(rank)]
         taken = filter(self._has_candidate, range(self._state.num_workers))
-        held = Counter(map(self._state.column_of, taken))
-        while placed := self._vacancies.place_spare(free, held):
+        workers_by_column = Counter(map(self._state.column_of, taken))
+        while placed := self._vacancies.place_spare(free, workers_by_column):
             rank, connection, process = placed
             free.remove(rank)
-            held[self._state.column_of(rank)] += 1
+            workers_by_column[self._state.column_of(rank)] += 1
             self._loop.forget(connection)
             incarnation = self._vacancies.next_incarnation(rank) if joining else 0
             try:
@@ -484,10 +490,12 @@ class Coordinator:
             self._admit(rank, connection, replace(process, incarnation=incarnation), joining)
 
     def _assignment(self, rank: int, incarnation: int, joining: bool) -> messages.Assign:
-        told = self._setup, self._staggered, self._takes_results
-        return messages.Assign(rank, incarnation, joining, self.grid, *told, self.members)
+        """The message that gives a spare its position."""
+        of_run = self._setup, self._staggered, self._takes_results
+        return messages.Assign(rank, incarnation, joining, self.grid, *of_run, self.members)
 
     def _has_candidate(self, rank: int) -> bool:
+        """Whether a worker has the position, or a process is being started for it."""
         return self._workers.has(rank) or self._vacancies.is_starting(rank)
 
     def _fill_vacancies(self, now: float) -> None:
@@ -496,20 +504,17 @@ class Coordinator:
         if self._state.generation.number < 0:
             return
         for rank in self._state.vacant:
-            if (
-                self._has_candidate(rank)
-                or any(self._wrong[member] >= _WRONG_STATES for member in self._state.positions.all_members({rank}))
-                or not self._vacancies.may_start(rank, now, is_first=self._is_first(rank))
-            ):
+            is_first, members = self._is_first(rank), self._state.positions.all_members({rank})
+            is_faulty = any(self._wrong_counts[member] >= _WRONG_STATES for member in members)
+            if self._has_candidate(rank) or is_faulty or not self._vacancies.may_start(rank, now, is_first):
                 continue
-            has_been_held = not self._is_first(rank)
-            if (self.options.recovery.max_restarts and has_been_held) or (self._grows and not has_been_held):
-                self._history.add("restarting" if has_been_held else "growing", self._state, rank)
-                self._vacancies.start(rank, is_first=not has_been_held)
+            if self._grows if is_first else self.options.recovery.max_restarts:
+                self._history.add("restarting" if not is_first else "growing", self._state, rank)
+                self._vacancies.start(rank, is_first)
                 self._watch.expect(rank, now)
 
     def _is_first(self, rank: int) -> bool:
-        """Whether a worker at ``rank`` would replace none that was lost."""
+        """Whether a worker started at ``rank`` would not replace a lost one."""
         return rank not in self._started or (self._grows and rank in self._vacated)
 
     def _on_messages(self, rank: int) -> None:
@@ -711,7 +716,7 @@ class Coordinator:
             self._divide_time()
             joining = self._state.positions.whole(self._state.roster.joining)
             try:
-                schedule = self._plans.begin_generation(self._failed(), joining, self._state.steps.version)
+                schedule = self._plans.plan_generation(self._failed(), joining, self._state.steps.version)
             except Exception as error:  # whoever sent the last report is not to blame
                 self._fail(error)
                 return
@@ -733,8 +738,8 @@ class Coordinator:
         programs = None if schedule is None else Programs(schedule, verify)
         frame = encode(message) if programs is None else bytearray()
         # Stage 0 first: a step begins there, and with many workers on few cores the last to be told is late.
-        told = frozenset(command.ranks)
-        for rank in command.ranks if len(told) == 1 else (rank for rank in self._order if rank in told):
+        ranks = frozenset(command.ranks)
+        for rank in command.ranks if len(ranks) == 1 else (rank for rank in self._order if rank in ranks):
             if programs is not None:
                 frame = encode(replace(message, program=programs.of(self._position(rank))))
             self._workers.post((rank,), frame)
@@ -749,6 +754,7 @@ class Coordinator:
             return True
 
     def _failed(self, state: protocol.MembershipState | None = None) -> frozenset[Worker]:
+        """Positions without all of their members."""
         state = state or self._state
         return frozenset(self.grid.workers()) - state.positions.whole(state.roster.live)
 
@@ -788,6 +794,7 @@ class Coordinator:
         return RunView(status, self._plans.timed)
 
     def _record(self, record: protocol.Record) -> None:
+        """Adds ``record`` to the history, and does what follows from it here."""
         if record.kind == "revived":
             self._history.continue_from(record.details["counters"])
             if self._state.layout.cuts:
@@ -804,7 +811,7 @@ class Coordinator:
             record = replace(record, details={**record.details, **self._plans.origin()})
         self._history.record(record, self._state)
         if record.kind == "corruption" and record.rank is not None:
-            self._wrong[record.rank] += _WRONG_STATES if record.details["proof"] == "computation" else 1
+            self._wrong_counts[record.rank] += _WRONG_STATES if record.details["proof"] == "computation" else 1
         if record.kind == "step":
             self._plans.stepped(self._history.step_seconds)
 

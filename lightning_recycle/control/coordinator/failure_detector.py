@@ -113,8 +113,8 @@ class Ruling:
 
 
 @dataclass(frozen=True, slots=True)
-class _HeldUp:
-    """A suspicion: its time, the step, and the place if that is known."""
+class _Delay:
+    """A suspicion of a worker: its time, the step, and the place if that is known."""
 
     rank: int
     stage: int
@@ -135,7 +135,7 @@ class DetectionState:
     time: float | None = None
     alone: Mapping[int, _Intervals] = field(default_factory=dict)
     unheard: Mapping[int, _Intervals] = field(default_factory=dict)
-    held_up: tuple[_HeldUp, ...] = ()
+    held_up: tuple[_Delay, ...] = ()
     waited: Mapping[int, float] = field(default_factory=dict)
 
 
@@ -214,7 +214,7 @@ def _follow(
             times = _merged([*times, (now - observed.silence.seconds, now)])
         if times:
             unheard[rank] = times
-    held_up = tuple(held for held in memory.held_up if held.step >= step - 1)  # stages differ by one step at most
+    held_up = tuple(delay for delay in memory.held_up if delay.step >= step - 1)  # stages differ by one step at most
     return DetectionState(now, alone, unheard, held_up, memory.waited)
 
 
@@ -233,21 +233,21 @@ def _conclude(
     cleared = {rank: seconds for rank, seconds in still_waited.items() if signs[rank].is_well}
     waited = {rank: signs[rank].exceeded or still_waited[rank] for rank in still_waited.keys() - cleared.keys()}
     waited.update({rank: overdue.seconds for rank, overdue in newly_waited.items()})
-    delays = (_HeldUp(rank, stages[rank], step, now, signs[rank].place) for rank in (*evict, *newly_waited))
+    delays = (_Delay(rank, stages[rank], step, now, signs[rank].place) for rank in (*evict, *newly_waited))
     held_up = (*memory.held_up, *delays)
     return DetectionState(now, memory.alone, memory.unheard, held_up, waited), Ruling(evict, newly_waited, cleared)
 
 
 def _held_up_alike(
-    held_up: Iterable[_HeldUp], now: float, rank: int, stage: int, sign: Sign, step: int
+    held_up: Iterable[_Delay], now: float, rank: int, stage: int, sign: Sign, step: int
 ) -> frozenset[int]:
     """Workers whose delay explains ``sign``: it began later, at the same place."""
     began = now - sign.seconds
     if sign.place is None:  # what the worker is at is not known
-        alike = (held for held in held_up if (held.stage, held.step) == (stage, step))
+        same_place = (delay for delay in held_up if (delay.stage, delay.step) == (stage, step))
     else:
-        alike = (held for held in held_up if held.place == sign.place)
-    return frozenset(held.rank for held in alike if held.rank != rank and held.time <= began)
+        same_place = (delay for delay in held_up if delay.place == sign.place)
+    return frozenset(delay.rank for delay in same_place if delay.rank != rank and delay.time <= began)
 
 
 def _why_waited(before: Sequence[str], computes: bool, vouched: bool, stage: int) -> str:
@@ -456,9 +456,8 @@ class FailureDetector:
             computes = self._computes(now, rank, max(silence.seconds, unable) > silence.limit / 2)
             silence = replace(silence, computes=computes)
             others = []
-            if (
-                begun and rank in state.roster.live and WorkerSigns(silence).is_heard
-            ):  # of a silent worker nothing else is known
+            is_member = begun and rank in state.roster.live
+            if is_member and WorkerSigns(silence).is_heard:  # of a silent worker nothing else is known
                 others.append(self._work(now, rank, state, seconds))
             if unable > 0:
                 others.append(replace(self._stalled(unable), computes=computes))
@@ -593,7 +592,7 @@ class FailureDetector:
 
         An operation that is new to the plan takes at most twice as long as the longest.
         """
-        known = seconds.get(self._positions.stage(rank), {})
-        if rank not in self._have_applied or not known:
+        usual_seconds = seconds.get(self._positions.stage(rank), {})
+        if rank not in self._have_applied or not usual_seconds:
             return None
-        return known.get(kind, 2 * max(known.values()))
+        return usual_seconds.get(kind, 2 * max(usual_seconds.values()))

@@ -71,13 +71,14 @@ log = logging.getLogger(__name__)
 _WORKERS = 4096  # nobody knows how many there will be
 _OTHER_DESCRIPTORS = 256  # besides one for each worker: strangers, planners in other processes
 
+# The settings that have a flag, by name.
 _FLAGS = {
     f"{group}.{item.name}": item
     for group, (kind, _) in GROUPS.items()
     if group != "monitor"  # --monitor-plan is all of it
     for item in shared_options(kind)
 }
-"""The settings that have a flag, by name."""
+# Of the values of flags; those of all others are seconds.
 _UNITS = {
     "planner": "NAME",
     "memory": "BYTES",
@@ -86,7 +87,6 @@ _UNITS = {
     "min_pipelines": "N",
     "machine_error_retries": "N",
 }
-"""Of the values of flags; those of all others are seconds."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -342,12 +342,12 @@ class Serving:
             if self._is_gone(journal):
                 self.statuses[:] = journal.statuses
                 return False
-        self._reception.first()
+        self._reception.await_first()
         return True
 
     def serve(self) -> tuple[RunConfig, Outcome] | None:
         """Serves a run to its end; None if it did not begin: no worker stayed or fits."""
-        reception, hello = self._reception, self._reception.first()
+        reception, hello = self._reception, self._reception.await_first()
         try:
             terms = settle(self.given, hello.wants)
             planner = terms.planner()

@@ -68,18 +68,19 @@ class WorkerTable:
 
     # ------------------------------------------------------------------ coming
 
-    def connect(self, rank: int, connection: NonBlockingConnection, holder: Process, *words: Any) -> None:
-        """The worker behind ``connection`` takes the position, and gets ``words``."""
+    def connect(self, rank: int, connection: NonBlockingConnection, holder: Process, *first_messages: Any) -> None:
+        """Gives a worker the position, and sends it ``first_messages``."""
         connection.inbox.expects = messages.FROM_WORKERS
         self.connections[rank] = connection
         self.holders[rank] = holder
         with contextlib.suppress(OSError):  # whoever reads from it sees that it is gone
-            for message in words:
+            for message in first_messages:
                 connection.send(message)
         self._loop.watch(connection, partial(self._on_readable, rank))
         self._loop.watch_unsent(connection)
 
     def watch_exit(self, rank: int, process: WorkerProcess) -> None:
+        """Adds a process that was started here, whose end is a loss."""
         self.processes[rank] = process
         self._loop.watch(process.sentinel, partial(self._on_exit, rank))
 
@@ -129,7 +130,7 @@ class WorkerTable:
     # ------------------------------------------------------------------ going
 
     def describe_exit(self, rank: int) -> str | None:
-        """How the process of the position ended; None if alive, or not started here."""
+        """The end of the position's process, in words; None if alive, or not started here."""
         process = self.processes.get(rank)
         return None if process is None else process.describe_exit(timeout=_EXIT_SECONDS)
 
@@ -249,13 +250,13 @@ class Vacancies:
         members, columns = self._positions.members, self._positions.columns
         return self._counts["position", rank // members], self._counts["pipeline", rank // columns]
 
-    def held_before(self, rank: int, node: str, incarnation: int) -> None:
-        """Position ``rank`` was held by a worker of ``node`` before this coordinator."""
+    def note_holder(self, rank: int, node: str, incarnation: int) -> None:
+        """Notes that a worker of ``node`` has had the position before this coordinator."""
         self._take_node(rank, node)
         self.incarnations[rank] = max(incarnation, self.incarnations.get(rank, 0))
 
     def _strangeness(self, rank: int, node: str) -> tuple[bool, bool, bool, bool]:
-        """How badly a worker of ``node`` fits the place ``rank``.
+        """How badly a worker of ``node`` fits the place ``rank``; the lowest fits best.
 
         Best is a position with members on this node alone, which the collectives of its layers do not leave, next an
         empty one. Of these the best is in a pipeline with others of its node, so that loss of the node hits different

@@ -91,11 +91,11 @@ class RunPlans:
     # ------------------------------------------------------------------ what all run
 
     def is_ready(self, failed: frozenset[Worker], joining: Iterable[Worker]) -> bool:
-        """Whether :meth:`begin_generation` has its schedule; if not, it is being made."""
+        """Whether :meth:`plan_generation` has its schedule; if not, it is being made."""
         self._provider.assumptions.forget(joining)
         return self._provider.is_ready(failed, self.operation_seconds)
 
-    def begin_generation(self, failed: frozenset[Worker], joining: Iterable[Worker], step: int) -> Schedule:
+    def plan_generation(self, failed: frozenset[Worker], joining: Iterable[Worker], step: int) -> Schedule:
         """The schedule of a generation that begins at ``step`` without ``failed``."""
         self._retime_newest()
         self._provider.assumptions.forget(joining)

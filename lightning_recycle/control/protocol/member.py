@@ -27,8 +27,8 @@ from lightning_recycle.planning.program import Program
 _KEPT_STEPS = 2
 
 
+# Who begins step b + 3 has applied b + 2; no worker can before all have begun step b + 1, and had what came before.
 _STEPS_UNTIL_ALL_HAVE_AN_ANSWER = 3
-"""Who begins step b + 3 has applied b + 2; no worker can before all have begun step b + 1, and had what came before."""
 
 
 class MessageRecord:
@@ -321,7 +321,7 @@ class Member:
             self._message_record.record_sent(message)
 
     def returned(self, **sender: Any) -> messages.Returned:
-        """First message to a restarted coordinator; ``sender``: its fields on this process."""
+        """First message to a restarted coordinator; ``sender``: fields on this process."""
         assert self._message_record is not None, "it ends with its coordinator"
         if self.in_hook:
             sender.update(hook=self._hook)
@@ -342,10 +342,8 @@ class Member:
             yield "the roster is that of the generation", self.roster == announced.roster
         if resume is not None:
             yield "who resumes is in the roster", self.rank in resume.roster
-            yield (
-                "only who joins gets a state",
-                self.rank not in resume.donors.values() or self.rank not in resume.donors,
-            )
+            gives, gets = self.rank in resume.donors.values(), self.rank in resume.donors
+            yield "only who joins gets a state", not (gives and gets)
         if self.is_paused and self._boundary is not None:
             yield "no step at or after a boundary is begun", self.begun < self._boundary
         yield "a boundary belongs to a pause", self._boundary is None or self._paused_generation >= 0

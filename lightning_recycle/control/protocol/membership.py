@@ -49,6 +49,7 @@ from lightning_recycle.control.protocol.state import (
 )
 from lightning_recycle.errors import ReCycleError
 
+# Messages that may also come from a worker that is about to join, or has just been lost.
 _FROM_NON_MEMBERS = (
     messages.Heartbeat,
     messages.Ready,
@@ -61,7 +62,6 @@ _FROM_NON_MEMBERS = (
     messages.Crash,
     messages.FaultInjected,
 )
-"""Messages that may also come from a worker that is about to join, or has just been lost."""
 
 
 def objection(state: MembershipState, rank: int, message: Any) -> str | None:
@@ -127,7 +127,7 @@ def _on_start_due(state: MembershipState, event: StartDue) -> Next:
 
 
 def _lose(state: MembershipState, event: Lost) -> Next:
-    """A worker and its siblings leave; ends the run if their stage has no other worker.
+    """A worker and its siblings leave; ends the run if they were the last of a stage.
 
     Where all others of the stage are JOINING, it counts as lost once they report that they have no state.
     """
@@ -149,7 +149,7 @@ def _lose(state: MembershipState, event: Lost) -> Next:
 
 
 def _settle_and_regroup(state: MembershipState) -> Next:
-    """Counts steps and answers collectives that waited for lost workers; then regroups."""
+    """Counts steps, answers collectives that waited for lost workers, and regroups."""
     state, settled = step_commit.settle_steps(recovery.with_leader(control_collectives.forget_retracted(state)))
     if state.outcome is not None:  # the loss has just completed the results
         return state, settled
@@ -218,12 +218,8 @@ def _resume(
     state: MembershipState, statuses: Mapping[int, WorkerStatus], decision: Decision, commits: Any, confirmed: bool
 ) -> Next:
     """All connect, carry out ``decision``, and go on."""
-    reports, roster, joining, cuts = (
-        state.generation.reports,
-        state.roster.ranks,
-        state.roster.joining,
-        state.layout.cuts,
-    )
+    reports, roster, joining = state.generation.reports, state.roster.ranks, state.roster.joining
+    cuts = state.layout.cuts
     state, vote, excused = fault_attribution.call_vote(state, statuses, decision.version)
     # A worker that applies what is answered need not send it again.
     step = decision.version if confirmed else decision.version - 1
@@ -348,13 +344,13 @@ def _resend_missed(
 ) -> Iterator[Command]:
     """Messages that an earlier coordinator has sent to some, for the others."""
     if answer is not None:
-        without = tuple(rank for rank, each in members.items() if each.next_collective <= answer.number)
-        yield Resend(without, answer)
+        receivers = tuple(rank for rank, each in members.items() if each.next_collective <= answer.number)
+        yield Resend(receivers, answer)
     for step, loss in sorted(losses.items()):
-        without = tuple(
+        receivers = tuple(
             r for r, each in members.items() if each.applied < step and step not in {s.step for s in each.step_losses}
         )
-        yield Resend(without, loss)
+        yield Resend(receivers, loss)
     stop = state.collectives.stop_round
     if stop is not None:  # also to those that will ask
         yield Resend(state.roster.ranks, messages.StopVerdict(stop.point, stop.agreed))
@@ -426,6 +422,7 @@ def _go_on_with_returned(state: MembershipState, returned: Mapping[int, messages
 _Handler = Callable[[MembershipState, Any], Next]
 
 
+# Events of the shell, and of workers that are about to join.
 _HANDLERS: Mapping[type[Any], _Handler] = {
     StartDue: _on_start_due,
     GraceElapsed: fault_attribution.on_grace_elapsed,
@@ -435,9 +432,9 @@ _HANDLERS: Mapping[type[Any], _Handler] = {
     LayoutReady: step_commit.on_layout_ready,
     messages.Ready: step_commit.on_ready,
 }
-"""Events of the shell, and of workers that are about to join."""
 
 
+# Milestones of members; only the shell needs to know when they are connected.
 _MILESTONE_HANDLERS: Mapping[Milestone, _Handler] = {
     Milestone.ENTERED: step_commit.on_entered,
     Milestone.AT_BOUNDARY: step_commit.on_at_boundary,
@@ -445,13 +442,13 @@ _MILESTONE_HANDLERS: Mapping[Milestone, _Handler] = {
     Milestone.PASSED: step_commit.on_passed,
     Milestone.IN_HOOK: control_collectives.on_in_hook,
 }
-"""Milestones of members; only the shell needs to know when they are connected."""
 
 
 def _on_reached(state: MembershipState, event: messages.Reached) -> Next:
     return _MILESTONE_HANDLERS[event.milestone](state, event)
 
 
+# Events that count only while their worker is live.
 _MEMBER_HANDLERS: Mapping[type[Any], _Handler] = {
     Joined: _on_joined,
     messages.Crash: _on_crash,
@@ -481,4 +478,3 @@ _MEMBER_HANDLERS: Mapping[type[Any], _Handler] = {
     messages.NotFinite: fault_attribution.on_not_finite,
     messages.Incomparable: fault_attribution.on_incomparable,
 }
-"""Events that count only while their worker is live."""

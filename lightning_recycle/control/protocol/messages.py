@@ -74,7 +74,14 @@ def _to_worker(kind: type[_T]) -> type[_T]:
 
 
 class StepState(Enum):
-    """State of a worker in a step."""
+    """State of a worker in a step, and the events that end it.
+
+    - RUNNING: REDUCE over, `Adopt`: REDUCED; `Take`: the committed version
+    - REDUCED: STEP (with `StepLoss`, and `Committed` if stages commit), `Apply`: APPLIED; STEP before all reports:
+      SPECULATIVE; `Forget`, step not proven: RUNNING
+    - SPECULATIVE: `Committed`, if right; else `Undo`, a new generation and `Confirm`, which steps again: APPLIED
+    - APPLIED: none: it is RUNNING in the next step; with `Serve` it computes from the shadow for others
+    """
 
     RUNNING = "it does not yet hold its stage's complete gradient; what it has computed may be dropped"
     REDUCED = "it holds that gradient: it can apply the step, or give the gradient to its peers"
@@ -693,7 +700,7 @@ class Returned(FromWorker):
         losses: of steps whose mean loss it does not know.
         arrival: its part of a pending control collective that outlives generations.
         answer: the newest answer to a control collective that others may lack.
-        known: the newest commit, also by a recovery.
+        newest_commit: also by a recovery.
         request, raised, membership_query: those that have no answer yet.
         save: the newest batch of checkpoints that it has begun, unless it knows the outcome.
         announced, saves_ended: of that batch, as its writer.

@@ -121,14 +121,14 @@ def decide(statuses: Mapping[int, WorkerStatus], known_losses: int | None = None
                 " the parameters that it had before."
             )
         for step in (version - 1, version) if reachable[column] > version else (version - 1,):
-            without = {r for r, s in workers.items() if s.state_in(step) is StepState.RUNNING}
-            if not without:
+            receivers = {r for r, s in workers.items() if s.state_in(step) is StepState.RUNNING}
+            if not receivers:
                 continue
-            donors = {r for r, s in workers.items() if r not in without and s.version <= step + 1}
+            donors = {r for r, s in workers.items() if r not in receivers and s.version <= step + 1}
             if not donors:
                 raise ReCycleError(
                     f"No recovery: no worker of column {column} holds the reduced gradient of step {step}, which"
-                    f" workers {sorted(without)} lack."
+                    f" workers {sorted(receivers)} lack."
                 )
             adoptions.append(Adoption(column, step, min(donors)))
     ahead = frozenset(column for column, best in reachable.items() if best > version)

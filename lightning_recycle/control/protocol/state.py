@@ -506,14 +506,22 @@ class SaveState(_Updatable):
 
 
 class Standing(Enum):
-    """State of a rank for the coordinator; each rank has one."""
+    """State of a rank for the coordinator, and the events that end it.
 
-    AWAITED = "its worker is to join before the first generation, or to return to a coordinator that was started again"
-    LIVE = "its worker is in the roster, and holds the state of its stage"
+    - AWAITED: `Joined`: LIVE; `Returned`: LIVE or JOINING, as before; `StartDue`, `Lost`: VACANT
+    - LIVE: `Lost`, dismissed, `released` with a sibling, `left`: VACANT or BARRED; coordinator started again: AWAITED
+    - JOINING: `Reached` ENTERED, `Report` with a state: LIVE; otherwise as LIVE
+    - READY: `Reached` AT_BOUNDARY of all: JOINING; `Lost`: VACANT
+    - BARRED: none
+    - VACANT: `Ready`: READY
+    """
+
+    AWAITED = "its worker is to join before generation 0, or to return to a coordinator that was started again"
+    LIVE = "its worker is in the roster, and from generation 0 on holds the state of its stage"
     JOINING = "its worker is in the roster, and gets that state from a peer"
     READY = "a worker is set up for it, and waits to be let in at a step boundary"
-    BARRED = "it is empty and stays so: its workers held other values again and again"
-    VACANT = "it is empty"
+    BARRED = "it is empty and stays so: two of its workers held other values and were dismissed"
+    VACANT = "it is empty, or its next worker is setting up; after wrong bits only a spare may come, no new process"
 
 
 @dataclass(frozen=True)
@@ -739,63 +747,46 @@ def _step_rules(state: MembershipState) -> Iterator[tuple[str, bool]]:
         applied_all = all(not count or count >= steps.version for count in applied.values())
         yield "all have applied the steps that count", applied_all
         below = (rank for rank in range(steps.applied_below) if rank in live)
-        yield (
-            "those that are passed by have applied the newest step",
-            all(applied[rank] > steps.version for rank in below),
-        )
+        have_applied = all(applied[rank] > steps.version for rank in below)
+        yield "those that are passed by have applied the newest step", have_applied
 
 
 def _agreement_rules(state: MembershipState) -> Iterator[tuple[str, bool]]:
     open_ones, stop, saves = state.collectives.open, state.collectives.stop_round, state.saves
     yield "a collective that was answered is over", all(number >= state.collectives.next for number in open_ones)
     for arrived in open_ones.values():
-        yield "all do the same in a collective", len({one.name for one in arrived.values()}) == 1
+        yield "all do the same in a collective", len({arrival.name for arrival in arrived.values()}) == 1
         yield "a collective is answered once all have arrived", not state.roster.live <= arrived.keys()
-        of_generation = {one.generation for one in arrived.values()} - {None}
-        yield (
-            "what counts in one generation is of this one",
-            not of_generation or of_generation == {state.generation.number},
-        )
+        generations = {arrival.generation for arrival in arrived.values()} - {None}
+        yield "what counts in one generation is of this one", generations <= {state.generation.number}
     if stop is not None and not stop.is_over:
-        yield (
-            "some have asked to stop, and not all",
-            bool(stop.wanted & state.roster.live) and not state.roster.live <= stop.wanted,
-        )
+        asked = stop.wanted & state.roster.live
+        yield "some have asked to stop, and not all", bool(asked) and asked != state.roster.live
         yield "all that ask are answered alike", not stop.agreed
     indices = set(range(len(saves.paths)))
     yield "checkpoints are those of the batch", saves.announced.keys() | saves.ended.keys() <= indices
-    yield (
-        "a checkpoint without a name was announced, and is complete",
-        saves.unnamed.keys() <= saves.announced.keys() & saves.ended.keys(),
-    )
+    complete = saves.announced.keys() & saves.ended.keys()
+    yield "a checkpoint without a name was announced, and is complete", saves.unnamed.keys() <= complete
     if state.returned is None:
         yield "the writer of a checkpoint lives", saves.is_over or saves.writer in state.roster.live
     cuts, wanted = state.layout.cuts, state.layout.wanted
     yield "another layout is wanted", wanted is None or wanted.cuts != cuts
-    yield (
-        "each stage has layers",
-        all(len(one) in (0, state.grid.stages + 1) for one in (cuts, state.generation.becomes)),
-    )
+    lengths = {len(cuts), len(state.generation.becomes)}
+    yield "each stage has layers", lengths <= {0, state.grid.stages + 1}
 
 
 def _rules_of_change(before: MembershipState, state: MembershipState) -> Iterator[tuple[str, bool]]:
     yield "the run was not over", before.outcome is None
     yield "generations are numbered upwards", state.generation.number >= before.generation.number
     yield "a step stays committed", state.steps.version >= before.steps.version
-    yield "a loss stays known", state.steps.summed >= before.steps.summed
+    yield "a training loss stays known", state.steps.summed >= before.steps.summed
     yield "an answer stays given", state.collectives.next >= before.collectives.next
-    yield (
-        "a stop stays decided",
-        state.steps.after_step is before.steps.after_step or before.steps.after_step is not AfterStep.END,
-    )
+    after_step, ended = state.steps.after_step, AfterStep.END
+    yield "a stop stays decided", after_step is ended or before.steps.after_step is not ended
     if state.generation.number == before.generation.number:
-        yield (
-            "the roster changes with a generation",
-            state.generation.number < 0 or state.returned is not None or state.roster.live == before.roster.live,
-        )
+        may_change = state.generation.number < 0 or state.returned is not None
+        yield "the roster changes with a generation", may_change or state.roster.live == before.roster.live
         yield "who has resumed has resumed", state.generation.regrouping <= before.generation.regrouping
     if before.returned is None and before.roster.leader in state.roster.live - state.roster.joining:
-        yield (
-            "the leader stays while it lives",
-            state.roster.leader == before.roster.leader or before.generation.number < 0,
-        )
+        is_same = state.roster.leader == before.roster.leader
+        yield "the leader stays while it lives", is_same or before.generation.number < 0

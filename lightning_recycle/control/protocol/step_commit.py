@@ -5,8 +5,8 @@ workers check each other's computations, not before all have passed it in one ge
 live worker has applied it; then the reported facts are compared. The longest-serving workers are right if they agree: a
 newcomer that differs is dismissed; any other difference ends the run. While there are newcomers, no worker applies a
 step before the previous one has been compared, so wrong values reach no other parameters. Commits (Commit) come before
-that: they are answered once every live worker is REDUCED; after a wrong speculation (Undo) the same workers connect
-again.
+that: they are answered once every live worker has contributed, REDUCED or SPECULATIVE; after a wrong speculation (Undo)
+the same workers connect again.
 
 A lost worker leaves the roster at once; all else changes at a *step boundary*, so nothing is redone: workers report
 where they are
@@ -275,7 +275,7 @@ def count_steps(state: MembershipState) -> Next:
 
 
 def on_commit(state: MembershipState, event: messages.Commit) -> Next:
-    """A worker contributes to the commit of a step; answered once all live workers have."""
+    """A worker contributes to the commit of a step, answered once all have."""
     if not state.generation.runs(event.generation) or event.step <= state.generation.commit_answered:
         return state, ()
     commits = {**state.generation.commits, event.rank: event}
