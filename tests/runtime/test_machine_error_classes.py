@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.options import recycle_strategy
 
-from lightning_recycle import ConfigurationError
+from lightning_recycle import ConfigurationError, ReCycleStrategy, RecoveryOptions
 from lightning_recycle.errors import InjectedFaultError, StageLostError
 from lightning_recycle.runtime import machine_errors
 from lightning_recycle.runtime.communicator import CommunicationError
@@ -123,8 +122,9 @@ def test_the_option_adds_classes_or_decides_alone(option: Any, storage: bool, os
         ({"machine_errors": "OSError"}, ["'OSError'", "list"]),
         ({"machine_errors": OSError}, ["OSError", "list"]),
         ({"machine_errors": 3}, ["3", "list"]),
-        ({"machine_errors": ["botocore.ClientErrr"]}, ["'botocore.ClientErrr'", "dotted name"]),
         ({"machine_errors": ["os.path"]}, ["'os.path'"]),
+        ({"machine_errors": ["socket.timeoutt"]}, ["'socket.timeoutt'", "dotted name"]),
+        ({"machine_errors": ["OSErrr"]}, ["'OSErrr'", "dotted name"]),
         ({"machine_errors": [int]}, ["int", "Exception"]),
         ({"machine_errors": [KeyboardInterrupt]}, ["KeyboardInterrupt"]),
         ({"machine_error_retries": -1}, ["machine_error_retries=-1", "at least 0"]),
@@ -133,8 +133,14 @@ def test_the_option_adds_classes_or_decides_alone(option: Any, storage: bool, os
 )
 def test_wrong_options_are_refused_at_once(options: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        recycle_strategy(**options)
+        RecoveryOptions(**options)
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_a_name_of_a_module_that_is_not_loaded_is_refused_by_the_strategy() -> None:
+    options = RecoveryOptions(machine_errors=["botocore.ClientErrr"])
+    with pytest.raises(ConfigurationError, match=r"'botocore.ClientErrr' is no class .* dotted name"):
+        ReCycleStrategy(recovery=options)
 
 
 def test_a_place_in_the_code_does_not_depend_on_what_was_called_with() -> None:
