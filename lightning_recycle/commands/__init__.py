@@ -180,7 +180,7 @@ def _instead_of(setting: str, node: DictConfig) -> str:
         if name in inspect.signature(owner).parameters:
             return f"it is not in the configuration; write +{setting}=... to add it."
     known = sorted(str(each) for each in settings if not str(each).startswith("_") and each != "hydra")
-    meant = suggestion(setting, [f"{place}{dot}{each}" for each in known])
+    meant = suggestion(setting, [f"{place}{dot}{each}" for each in known], place + dot)
     for group in known:
         if isinstance(settings[group], dict) and name in settings[group]:
             meant = f" Did you mean '{place}{dot}{group}.{name}'?"
