@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_recycle import ConfigurationError, ReCycleStrategy, RecoveryOptions
+from lightning_recycle import ConfigurationError, RecoveryOptions, ReCycleStrategy
 from lightning_recycle.errors import InjectedFaultError, StageLostError
 from lightning_recycle.runtime import machine_errors
 from lightning_recycle.runtime.communicator import CommunicationError
