@@ -51,7 +51,7 @@ class Output(Console):
 def bad_input_ends(
     name: str, config: DictConfig | None = None, overrides: Sequence[str] | None = None
 ) -> Iterator[None]:
-    """Within the block, bad input prints one line and exits with code 2; Ctrl-C with 130.
+    """Within the block, bad input exits with 2 after one line, Ctrl-C with 130.
 
     Use it inside the job too, with the job's ``config`` and ``overrides`` (None for those of the job that runs): for an
     exception that leaves the job, Hydra prints a line of its own.

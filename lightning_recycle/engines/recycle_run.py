@@ -83,7 +83,7 @@ def _meeting_address(options: argparse.Namespace, environ: Mapping[str, str]) ->
 
 
 def _invitation(place: _RunAddress, environ: Mapping[str, str]) -> str:
-    """The command by which another machine joins; the coordinator prints it once it listens."""
+    """Command by which another machine joins, printed by the listening coordinator."""
     key = next((name for name in ("RECYCLE_KEY", "RECYCLE_KEY_FILE") if environ.get(name)), None)
     host = place.address[0]
     if key is not None and host in _LOOPBACK:
