@@ -37,7 +37,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         unknown = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
         flags = {flag: action.option_strings[0] for action in self._actions for flag in action.option_strings}
-        meant = "".join(suggestion(flag, flags.values()) for flag in unknown if flag not in flags)
+        meant = "".join(suggestion(flag, flags.values(), "--") for flag in unknown if flag not in flags)
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help.{meant}\n")
 
     @override
@@ -153,7 +153,7 @@ VARIABLES = {
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Warnings of variables that begin like those of this package, and are none."""
     unknown = sorted(name for name in environ if name.startswith("RECYCLE_") and name not in VARIABLES)
-    return [f"The variable {name} has no meaning here.{suggestion(name, VARIABLES)}" for name in unknown]
+    return [f"The variable {name} has no meaning here.{suggestion(name, VARIABLES, 'RECYCLE_')}" for name in unknown]
 
 
 # ---------------------------------------------------------------------- options

@@ -17,10 +17,14 @@ OTHER_LIGHTNING = (
 )
 
 
-def suggestion(value: object, choices: Iterable[object]) -> str:
-    """The end of an error for ``value``: the nearest of ``choices``, or ""."""
-    by_name = {str(choice).lower(): choice for choice in choices}
-    near = difflib.get_close_matches(value.lower(), by_name, n=1) if isinstance(value, str) else ()
+def suggestion(value: object, choices: Iterable[object], prefix: str = "") -> str:
+    """The end of an error for ``value``: the nearest of ``choices``, or "".
+
+    ``prefix``: of all of them, which is not compared.
+    """
+    by_name = {str(choice).removeprefix(prefix).lower(): choice for choice in choices}
+    wrong = value.removeprefix(prefix).lower() if isinstance(value, str) else ""
+    near = difflib.get_close_matches(wrong, by_name, n=1)
     return f" Did you mean {by_name[near[0]]!r}?" if near else ""
 
 

@@ -51,7 +51,7 @@ class Output(Console):
 def bad_input_ends(
     name: str, config: DictConfig | None = None, overrides: Sequence[str] | None = None
 ) -> Iterator[None]:
-    """Within the block, bad input prints one line and exits with code 2.
+    """Within the block, bad input exits with 2 after one line, Ctrl-C with 130.
 
     Use it inside the job too, with the job's ``config`` and ``overrides`` (None for those of the job that runs): for an
     exception that leaves the job, Hydra prints a line of its own.
@@ -63,6 +63,8 @@ def bad_input_ends(
             raise
         print(f"{name}: {_line(error, config, overrides)}", file=sys.stderr)
         sys.exit(_EXIT_BAD_INPUT)
+    except KeyboardInterrupt:
+        sys.exit(_EXIT_INTERRUPTED)
 
 
 def run_application(name: str, application: Callable[[], object]) -> None:
@@ -80,8 +82,6 @@ def run_application(name: str, application: Callable[[], object]) -> None:
             _check_arguments(name)
             application()
         sys.stdout.flush()
-    except KeyboardInterrupt:
-        sys.exit(_EXIT_INTERRUPTED)
     except BrokenPipeError:
         exit_without_reader()
 
@@ -180,7 +180,7 @@ def _instead_of(setting: str, node: DictConfig) -> str:
         if name in inspect.signature(owner).parameters:
             return f"it is not in the configuration; write +{setting}=... to add it."
     known = sorted(str(each) for each in settings if not str(each).startswith("_") and each != "hydra")
-    meant = suggestion(setting, [f"{place}{dot}{each}" for each in known])
+    meant = suggestion(setting, [f"{place}{dot}{each}" for each in known], place + dot)
     for group in known:
         if isinstance(settings[group], dict) and name in settings[group]:
             meant = f" Did you mean '{place}{dot}{group}.{name}'?"

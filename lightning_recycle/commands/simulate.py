@@ -1,7 +1,7 @@
 """``recycle-simulate``: a simulated training run with failures, for any cluster.
 
     recycle-simulate model=gpt3_6_7b policy=recycle failures=mtbf failures.mtbf=30min
-    recycle-simulate -m policy=recycle,oobleck,restart failures.mtbf=6h,2h,30min
+    recycle-simulate -m policy=recycle,oobleck,restart schedule=planned failures.mtbf=6h,2h,30min
     recycle-simulate failures=trace failures.trace=gcp-a100 policy=auto
     recycle-simulate -m policy=recycle,merge,auto model=gpt3_medium,gpt3_6_7b output=results
 
@@ -251,7 +251,7 @@ def _sweep_summary() -> Group | None:
     if len(_sweep) < 2:
         return None
     files = [f"\nwrote {len(_written)} results to {_written[0].parents[1]}, each in a folder"] if _written else []
-    return Group(_overview(_sweep), *files)
+    return Group(_overview(_sweep), *(f"\n{text}" for text in records.caution(_sweep)), *files)
 
 
 # -- what is printed ---------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ Must not know: sockets, planners' results.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
@@ -38,6 +39,29 @@ MachineErrors: TypeAlias = Sequence[type[BaseException] | str] | Callable[[BaseE
 exceptions."""
 
 _STARTS_WITHOUT_REPLACEMENTS = 10
+
+
+def _may_be_exception(entry: Any) -> bool:
+    """Whether ``entry`` is, or may name, an exception: nothing is imported for that."""
+    if isinstance(entry, str):
+        module, _, name = entry.rpartition(".")
+        loaded = sys.modules.get(module or "builtins")
+        entry = Exception if loaded is None else getattr(loaded, name, None)
+    return isinstance(entry, type) and issubclass(entry, Exception)
+
+
+def _are_machine_errors(value: Any) -> bool:
+    if isinstance(value, (str, type)) or not isinstance(value, Sequence):
+        return callable(value) and not isinstance(value, type)
+    return all(map(_may_be_exception, value))
+
+
+_MACHINE_ERRORS = Check(
+    _are_machine_errors,
+    "give a list of classes that derive from Exception, or of their full dotted names, such as"
+    " ['botocore.exceptions.ClientError'], or a function that takes an exception and returns whether a fault of the"
+    " machine may explain it",
+)
 
 
 @suggests_options
@@ -94,7 +118,7 @@ class RecoveryOptions(OptionGroup):
         shared="workers of each stage with which the run begins; by default all",
     )
     max_pipelines: int | None = option(None, integer(1, otherwise="for no more than the batch has"))
-    machine_errors: MachineErrors = option(())
+    machine_errors: MachineErrors = option((), _MACHINE_ERRORS)
     machine_error_retries: int = option(
         1, integer(0), shared="how often work that raised an exception of a machine is run again"
     )

@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
+import os
 import pickle
 import random
 from collections import deque
@@ -295,12 +296,18 @@ def digest_of(order: Sequence[Any]) -> str:
 
 def different(name: str, subject: str) -> str:
     """Error message for data that differ between workers."""
+    if "RECYCLE_COORDINATOR" in os.environ:  # another program starts the workers
+        remedy = "Call L.seed_everything(0) first: every worker runs the whole script."
+    else:
+        remedy = (
+            "Workers import the script: what it sets under `if __name__ == '__main__':`, such as the seed of a"
+            " library, they do not have; set it at the top of the script."
+        )
     return (
         f"The workers have different data: the {subject} differ. {name} must be the same in every process. Seed"
         " divisions and shuffles of the data, such as np.random.default_rng(0) or"
         " random_split(..., generator=torch.Generator().manual_seed(0)), and let nothing in it depend on the time, the"
-        " process or the order of a set. Workers import the script: what it sets under `if __name__ == '__main__':`,"
-        " such as the seed of a library, they do not have; set it at the top of the script."
+        f" process or the order of a set. {remedy}"
     )
 
 

@@ -37,6 +37,7 @@ _PYTHON = re.compile(r"python[0-9.]*")
 _NOT_PASSED_ON = ("RECYCLE_KEY_FILE", "RECYCLE_LISTEN")
 _BAD_OPTIONS = 2
 _HOST = "127.0.0.1"
+_LOOPBACK = (_HOST, "::1", "localhost")
 _MEETING_SECONDS = 120.0  # for task 0 to start
 
 
@@ -82,9 +83,12 @@ def _meeting_address(options: argparse.Namespace, environ: Mapping[str, str]) ->
 
 
 def _invitation(place: _RunAddress, environ: Mapping[str, str]) -> str:
-    """Command by which another machine joins; printed once the coordinator listens."""
+    """Command by which another machine joins, printed by the listening coordinator."""
     key = next((name for name in ("RECYCLE_KEY", "RECYCLE_KEY_FILE") if environ.get(name)), None)
-    if place.address[0] == _HOST or key is None:
+    host = place.address[0]
+    if key is not None and host in _LOOPBACK:
+        return f"{host} is reachable from this machine only: give --coordinator an address of this machine."
+    if key is None:
         return "For other machines to join, start it with --coordinator HOST:PORT and RECYCLE_KEY_FILE."
     value = shlex.quote(environ[key]) if key == "RECYCLE_KEY_FILE" else "..."  # a secret is not printed
     return (
@@ -100,10 +104,8 @@ def _own_address(given: str | None) -> tuple[str, int]:
         raise ConfigurationError(
             f"--coordinator {given}: workers need a single address: give one that all machines reach."
         )
-    try:
-        return host, port or addresses.free_port(host)
-    except OSError as error:
-        raise ConfigurationError(f"--coordinator {given}: {error.strerror or error}.") from error
+    with addresses.listen_at((host, port), 1) as probe:  # refused before any worker starts
+        return host, int(probe.getsockname()[1])
 
 
 def _agent(options: argparse.Namespace, command: Sequence[str], place: _RunAddress) -> Agent:
@@ -115,7 +117,7 @@ def _agent(options: argparse.Namespace, command: Sequence[str], place: _RunAddre
         return ProcessCommand(name, tuple(command), environ)
 
     tasks = list(map(worker, range(options.nproc_per_node or 1)))
-    coordinator = _coordinator_task(place) if place.hosts_it else None
+    coordinator = _coordinator_task(place, _script_of(command)) if place.hosts_it else None
     names = len(tasks) + (coordinator is not None) > 1
     grace = None if in_slurm else options.grace
     return Agent(tasks, options.max_restarts, Printer(names), grace, coordinator, pipes=names)
@@ -153,14 +155,15 @@ def _in_slurm(options: argparse.Namespace, command: Sequence[str], task: SlurmTa
 # ---------------------------------------------------------------------- processes
 
 
-def _coordinator_task(place: _RunAddress) -> ProcessCommand:
-    """The coordinator; it ends with its parent.
+def _coordinator_task(place: _RunAddress, name: str) -> ProcessCommand:
+    """The coordinator of the run ``name``; it ends with its parent.
 
     It obeys words on its standard input, not signals: SLURM sends the workers' signals to every process of a task, and
     the coordinator is needed until they have saved.
     """
     invites = [] if place.task is not None else ["--invitation", _invitation(place, os.environ)]
-    command = (sys.executable, "-c", _PROGRAM, "--listen", addresses.shown(place.address), "--obey", *invites)
+    where = ("--listen", addresses.shown(place.address), f"--name={name}")
+    command = (sys.executable, "-c", _PROGRAM, *where, "--obey", *invites)
     own = {name: value for name, value in os.environ.items() if name not in _NOT_PASSED_ON}
     return ProcessCommand("coordinator", command, {**own, "RECYCLE_KEY": place.key}, listens=True)
 
@@ -191,6 +194,13 @@ def _command(words: Sequence[str]) -> list[str]:
     if not command:
         raise ConfigurationError("Which program? For example: recycle-run --nproc-per-node 4 python train.py")
     return [sys.executable, *command] if command[0].endswith(".py") else command
+
+
+def _script_of(command: Sequence[str]) -> str:
+    """The name of the script or module that Python runs, or of another program."""
+    program, *arguments = command
+    words = [word for word in arguments if not word.startswith("-")]
+    return os.path.basename(words[0] if words and _PYTHON.fullmatch(os.path.basename(program)) else program)
 
 
 def _check_program(command: Sequence[str]) -> None:

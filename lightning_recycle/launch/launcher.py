@@ -290,7 +290,7 @@ def error_of(outcome: Any, positions: Positions, history: Sequence[Event], remed
                 " pipeline_parallel_size) to survive more failures"
             )
         return StageLostError(
-            f"All {positions.grid.pipelines} replicas of stage {outcome.stage} are lost ({causes}); its parameters"
+            f"All replicas of stage {outcome.stage} are lost ({causes}); its parameters"
             f" exist nowhere else. {remedy[0].upper()}{remedy[1:]}."
         )
     if isinstance(outcome, outcomes.Crashed):

@@ -135,6 +135,9 @@ class RunAttempt:
                 with self._signals.shielded():
                     monitor.show(None)
                     self._end(outcome)
+        path, measures = self._profile_path, self._setup.profiles and self._run.call.fits
+        if measures and isinstance(outcome, Finished) and path is not None and not path.exists():
+            log.warning("No profile was measured for %s: the run ended before its ninth step.", path)
         if self._signals.received is not None and not self._signals.gracefully:
             raise self._signals.error()  # it came while this run was being cleaned up
         return outcome

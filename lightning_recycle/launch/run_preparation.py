@@ -264,7 +264,10 @@ def _check_devices(devices: int, grid: Grid, options: Options) -> None:
 
 
 def _check_folders(planning: PlanningOptions) -> None:
-    """Raises ConfigurationError if plans or a new profile cannot be written."""
+    """Raises ConfigurationError if plans or a new profile cannot be written.
+
+    Only the folder of plans is made, in one that exists.
+    """
     folders = {"plan_library": planning.plan_library}
     if planning.profile not in (None, "auto") and not Path(planning.profile).exists():
         folders["profile"] = Path(planning.profile).parent
@@ -272,7 +275,8 @@ def _check_folders(planning: PlanningOptions) -> None:
         if folder is None:
             continue
         try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
+            if name == "plan_library":
+                Path(folder).mkdir(exist_ok=True)
             TemporaryFile(dir=folder).close()
         except OSError as error:
             remedy = f"nothing can be written in {folder} ({error.strerror}): give another path, or leave it out"

@@ -13,7 +13,7 @@ import re
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -64,17 +64,11 @@ def is_machine_error(error: BaseException) -> bool:
 def suspicion_of(machine_errors: MachineErrors) -> Callable[[BaseException], bool]:
     """Predicate of suspected exceptions, by ``RecoveryOptions(machine_errors=...)``.
 
-    Raises ConfigurationError if the option is neither a predicate nor names exceptions.
+    Raises ConfigurationError for a name that stands for no exception.
     """
-    if callable(machine_errors) and not isinstance(machine_errors, type):
+    if callable(machine_errors):
         predicate = machine_errors
         return lambda error: not isinstance(error, ReCycleError) and bool(predicate(error))
-    if isinstance(machine_errors, (str, type)) or not isinstance(machine_errors, Sequence):
-        raise ConfigurationError(
-            f"RecoveryOptions(machine_errors={machine_errors!r}): give a list of exception classes or their dotted"
-            " names, such as ['botocore.exceptions.ClientError'], or a function that takes an exception and returns"
-            " whether a fault of the machine may explain it."
-        )
     classes = tuple(_exception_class(entry) for entry in machine_errors)
 
     def is_suspect(error: BaseException) -> bool:

@@ -239,6 +239,8 @@ def check_exists(path: Any, checkpoint_io: CheckpointIO) -> None:
         local /= f"any{ModelCheckpoint.FILE_EXTENSION}"
     elif get_filesystem(path).exists(path):
         return
+    elif local is not None and not local.parent.is_dir():
+        reason = f"there is no folder {local.parent.absolute()}"
     else:
         reason = "there is no such file or folder" + ("" if local is None else f" in {local.parent.absolute()}")
     others = newest_first(checkpoints_beside(local)) if local is not None and local.parent.is_dir() else []

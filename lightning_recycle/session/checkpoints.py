@@ -365,7 +365,10 @@ class Checkpoints(StageStates):
         stage_state = self.own_part(checkpoint["state_dict"])
         if self.restored_objects is not None:
             self.worker_state.load_objects(self.restored_objects, stage_state)
-        self.module.load_state_dict(own_parts(self.module, stage_state), strict=strict)
+        try:
+            self.module.load_state_dict(own_parts(self.module, stage_state), strict=strict)
+        except RuntimeError as error:
+            raise RuntimeError(f"ckpt_path={str(self.module.trainer.ckpt_path)!r}: {error}") from None
 
     def load_optimizer_state(self, checkpoint: Mapping[str, Any]) -> None:
         """Loads this stage's part of the whole model's optimizer state.

@@ -37,6 +37,11 @@ POLICIES = {
 LEAST_RUNS = 10
 """Fewer runs give an interval of the mean that is wider than what it is to show."""
 
+_CAUTION = (
+    "The schedules differ between policies, and a schedule alone changes the throughput: compare policies with the "
+    "same one, or simulate all with schedule=planned, or schedule=1f1b."
+)
+
 
 # -- in words ----------------------------------------------------------------------------------------------------------
 
@@ -213,6 +218,23 @@ def protocol_text(records: Sequence[Record]) -> str:
         back = f"nodes are back after {duration_text(repair)}"
     many = "one run each" if runs == [1] else f"means of {' or '.join(map(str, runs))} runs"
     return ", ".join(filter(None, (f"runs of {duration_text(first['duration'])}", back, many)))
+
+
+def schedule_of(record: Record) -> str:
+    """The schedule of whole pipelines; "" for a policy without a choice."""
+    return str(record["policy"]["settings"].get("schedule", ""))
+
+
+def same_schedules(records: Sequence[Record]) -> bool:
+    """Whether all policies ran with each of the schedules."""
+    found = [{run["policy"]["name"] for run in runs} for runs in by(records, schedule_of).values()]
+    return all(names == found[0] for names in found)
+
+
+def caution(records: Sequence[Record]) -> list[str]:
+    """A warning, if policies that are compared ran with different schedules."""
+    failing = [record for record in records if record["policy"]["name"] != "FaultFree"]
+    return [] if same_schedules(failing) else [_CAUTION]
 
 
 class Variants:

@@ -28,6 +28,7 @@ from lightning_recycle.visualize.records import (
     Variants,
     assumptions_text,
     by,
+    caution,
     cost_of,
     duration_text,
     error,
@@ -36,6 +37,8 @@ from lightning_recycle.visualize.records import (
     number,
     policy_text,
     protocol_text,
+    same_schedules,
+    schedule_of,
     setting_text,
 )
 
@@ -43,10 +46,6 @@ _BINS = 72
 _MOST_PICTURES = 8
 _RATIO = "throughput / fault-free 1F1B"
 _SETTINGS = ("model", "batch", "failures", "length", "runs")
-_CAUTION = (
-    "The schedules differ between policies, and a schedule alone changes the throughput: compare policies with the "
-    "same one, or simulate all with schedule=planned, or schedule=1f1b."
-)
 _IDEAL = "Ideal: what the live GPUs would achieve without bubbles, pauses and anything done twice."
 
 
@@ -129,27 +128,25 @@ def _num(value: float | None, digits: int = 3, key: str | None = None) -> Cell:
 
 
 def _table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[Cell | str]], left: int) -> Table:
-    """A table; ``common``, not a column, has a setting that all rows share."""
+    """A table; ``common``, not a column, has a setting that all rows share.
+
+    Other failures stand under the policy, in the first column.
+    """
     once = {
         place: content if isinstance(content, str) else content.text
         for place, content in enumerate(rows[0])
         if columns[place] in _SETTINGS and all(row[place] == content for row in rows)
     }
-    kept = [place for place in range(len(columns)) if place not in once]
+    under = next((n for n, name in enumerate(columns) if name == "failures" and n not in once), 0)
+    kept = [place for place in range(1, len(columns)) if place not in once and place != under]
     return Table(
         caption,
-        [columns[place] for place in kept],
-        [[row[place] for place in kept] for row in rows],
-        left=sum(place < left for place in kept),
+        [f"{columns[0]}, {columns[under]}" if under else columns[0], *(columns[place] for place in kept)],
+        [[f"{row[0]}\n{row[under]}" if under else row[0], *(row[place] for place in kept)] for row in rows],
+        left=1 + sum(place < left for place in kept),
         wraps=columns[-1] == "command",
         common="; ".join(f"{columns[place]}: {text}" for place, text in once.items()),
     )
-
-
-def _caution(records: Sequence[Record]) -> list[Part]:
-    """A warning, if policies that are compared ran with different schedules."""
-    failing = [record for record in records if record["policy"]["name"] != "FaultFree"]
-    return [] if _same_schedules(failing) else [Paragraph(_CAUTION)]
 
 
 def _unbroken(text: str) -> str:
@@ -164,16 +161,6 @@ def _tip(record: Record, name: str) -> str:
 
 def _with_failures(records: Iterable[Record], *sources: str) -> list[Record]:
     return [record for record in records if record["failures"]["name"] in sources]
-
-
-def _schedule_of(record: Record) -> str:
-    return str(record["policy"]["settings"].get("schedule", ""))
-
-
-def _same_schedules(records: Sequence[Record]) -> bool:
-    """Whether all policies ran with each of the schedules."""
-    found = [{run["policy"]["name"] for run in runs} for runs in by(records, _schedule_of).values()]
-    return all(names == found[0] for names in found)
 
 
 class _Scene(NamedTuple):
@@ -195,7 +182,7 @@ def _scenes(records: Sequence[Record], apart: bool) -> list[tuple[_Scene, list[R
     order = models_of(records)
     found = by(
         records,
-        lambda r: _Scene(r["model"]["name"], r["model"]["global_batch"], _schedule_of(r) if apart else ""),
+        lambda r: _Scene(r["model"]["name"], r["model"]["global_batch"], schedule_of(r) if apart else ""),
     )
     return sorted(found.items(), key=lambda scene: (order.index(scene[0].model), scene[0][1:]))
 
@@ -225,7 +212,7 @@ def _ratio_lines(
     """
     unaffected = [record for record in records if record["policy"]["name"] == "FaultFree"]
     failing = [record for record in records if record["policy"]["name"] != "FaultFree"] or unaffected
-    apart = _same_schedules(failing)
+    apart = same_schedules(failing)
     variants = Variants(records, with_schedule=not apart)
     drawn: list[tuple[_Scene, list[Series]]] = []
     rows: list[list[Cell | str]] = []
@@ -266,7 +253,7 @@ def _ratio_lines(
         columns += [f"{head}: of fault-free", f"{head}: of ideal"]
     caption = f"Throughput relative to fault-free 1F1B, and to the ideal{apart_by}"
     shown: list[Part] = [Legend(variants.all), Charts(pictures)] if pictures else []
-    return [*_caution(records), *shown, _table(caption, columns, rows, left=2)]
+    return [*map(Paragraph, caution(records)), *shown, _table(caption, columns, rows, left=2)]
 
 
 # -- the sections ------------------------------------------------------------------------------------------------------
@@ -350,7 +337,7 @@ def _gpu_time(records: Sequence[Record]) -> Section | None:
         pictures.append(row_chart(title, shown, Axis("of all GPU time", 0.0, 1.0, ticks)))
     columns = ["policy", "model", "batch", "failures", *_CAUSES, "GPU-hours"]
     parts: list[Part] = [
-        *_caution(own),
+        *map(Paragraph, caution(own)),
         Legend([*_CAUSES.values()], bars=True),
         Charts(pictures),
         _table("GPU time of a run by cause, %", columns, rows, left=4),
@@ -371,7 +358,7 @@ def _traces(records: Sequence[Record]) -> Section | None:
     own = _with_failures(records, "TraceReplay")
     if not own:
         return None
-    apart = _same_schedules(own)
+    apart = same_schedules(own)
     variants = Variants(own, with_schedule=not apart)
     traces = sorted({record["failures"]["settings"]["trace"] for record in own})
     pictures: list[Picture] = []
@@ -389,7 +376,7 @@ def _traces(records: Sequence[Record]) -> Section | None:
     bin_text = duration_text(max(record["duration"] for record in own) / _BINS)
     some = f" The first {_MOST_PICTURES} of {len(pictures)} pictures." if len(pictures) > _MOST_PICTURES else ""
     parts: list[Part] = [
-        *_caution(own),
+        *map(Paragraph, caution(own)),
         Legend([replace(series, marker=None) for series in (*variants.all, _AVAILABLE)]),
         Charts(pictures[:_MOST_PICTURES], wide=True),
         Paragraph(f"Throughput is averaged over {_BINS} equal parts of the time, of up to {bin_text}.{some}"),
@@ -415,7 +402,7 @@ def _costs(records: Sequence[Record]) -> Section | None:
                 rows.append([series.name, scene, *(_num(found.get(head), 4, "cost") for head in heads)])
     lead = "Nodes are paid for while they are up, whatever they do; prices are those of a GPU-hour."
     table = _table("Cost of 1,000 samples", ["policy", "model", *heads], rows, left=2)
-    return Section("costs", "What a sample costs", lead, [*_caution(own), table])
+    return Section("costs", "What a sample costs", lead, [*map(Paragraph, caution(own)), table])
 
 
 def _priced(record: Record) -> str:
@@ -466,18 +453,16 @@ def _all_runs(records: Sequence[Record]) -> Section | None:
         rows.append(
             [
                 *names,
+                *(_num(record[key], key=key) for key in ("ratio", "goodput", "ettr")),
+                _num(record["throughput"], 2, "throughput"),
+                *(_num(record[key], key=key) for key in ("fraction_of_ideal", "ratio_per_gpu", "mfu", "deviation")),
+                _num(record["node_failures"], 1, "node_failures"),
                 duration_text(record["duration"]),
                 _num(len(record["runs"]), 0),
-                _num(record["throughput"], 2, "throughput"),
-                _num(record["ratio"], key="ratio"),
-                _num(record["ratio_per_gpu"], key="ratio_per_gpu"),
-                _num(record["deviation"], key="deviation"),
-                _num(record["node_failures"], 1, "node_failures"),
-                *(_num(record[key], key=key) for key in ("fraction_of_ideal", "goodput", "ettr", "mfu")),
             ]
         )
-    columns = ["policy", "model", "failures", "length", "runs", "samples/s", "of fault-free", "per GPU", "spread"]
-    columns += ["node failures", "of ideal", "goodput", "ETTR", "MFU"]
+    columns = ["policy", "model", "failures", "of fault-free", "goodput", "ETTR", "samples/s", "of ideal", "per GPU"]
+    columns += ["MFU", "spread", "node failures", "length", "runs"]
     lead = (
         "Per GPU: of the cluster, spares included. Spread: standard deviation of the ratio from run to run. Of ideal: "
         "of what the live GPUs could do. Goodput: part of all GPU time spent on samples that count. ETTR: part of the "

@@ -15,8 +15,8 @@ from lightning_recycle import __version__
 from lightning_recycle.commands.report import render_report
 from lightning_recycle.traces import load_trace
 from lightning_recycle.visualize.charts import linear, logarithmic
-from lightning_recycle.visualize.records import error, load_results, number
-from lightning_recycle.visualize.sections import _schedule_of, averaged
+from lightning_recycle.visualize.records import error, load_results, number, schedule_of
+from lightning_recycle.visualize.sections import averaged
 
 pytestmark = pytest.mark.long
 
@@ -177,14 +177,14 @@ def test_pictures_are_by_schedule_where_all_policies_have_both(page: Page) -> No
 def test_a_setting_that_all_rows_share_is_said_once_above_the_table(page: Page) -> None:
     heads = {section: columns for section, columns in page.heads if section != "runs"}
     assert heads["traces"] == ["policy", "aws-g4dn", "aws-p3"]
-    assert heads["causes"][:3] == ["policy", "model", "failures"]
+    assert heads["causes"][:3] == ["policy, failures", "model", "useful"]
     assert "model: gpt3_medium, batch 128, planned" in page.text["traces"]
     assert "batch: 128" in page.text["causes"]
 
 
 def test_schedules_that_differ_between_policies_are_named(tmp_path: Path, records: list[dict[str, Any]]) -> None:
     found = with_failures(records, "Poisson")
-    mixed = [each for each in found if (each["policy"]["name"] == "Recycle") == (_schedule_of(each) == "planned")]
+    mixed = [each for each in found if (each["policy"]["name"] == "Recycle") == (schedule_of(each) == "planned")]
     for some, sections in ((found, []), (mixed, ["intervals", "causes"])):
         page = Page(render_report(load_results(written(tmp_path / str(len(sections)), *some))))
         said = [name for name, text in page.text.items() if "The schedules differ between policies" in text]
@@ -217,8 +217,8 @@ def test_pictures_tables_and_their_columns_have_names_of_their_own(
 def test_a_failure_is_broken_behind_its_commas_alone(page: Page) -> None:
     """Else a phone shows "failure every 6 h" in three lines."""
     cells = {cell["text"] for section in ("causes", "runs") for row in page.rows[section] for cell in row}
-    assert "failure\N{NO-BREAK SPACE}every\N{NO-BREAK SPACE}6\N{NO-BREAK SPACE}h" in cells
-    assert not {cell for cell in cells if cell.startswith("failure every")}
+    assert "ReCycle (planned)\nfailure\N{NO-BREAK SPACE}every\N{NO-BREAK SPACE}6\N{NO-BREAK SPACE}h" in cells
+    assert not {cell for cell in cells if "failure every" in cell}
 
 
 def test_charts_whose_axis_is_cut_say_so(page: Page) -> None:
@@ -269,7 +269,7 @@ def test_shown_numbers_are_the_exact_ones_rounded(page: Page) -> None:
 
 
 def test_every_training_run_is_listed_with_its_command(page: Page, records: list[dict[str, Any]]) -> None:
-    listed = [row[-1]["text"] for row in page.rows["runs"] if len(row) == 4]
+    listed = [row[-1]["text"] for row in page.rows["runs"] if len(row) == 3]
     assert sorted(listed) == sorted(each["command"] for each in records)
 
 
@@ -460,6 +460,17 @@ def test_every_command_says_its_version_and_exit_statuses_and_gives_examples(
     assert "\n  130  Ctrl-C\n" in shown["--help"]
     assert ("\n  RECYCLE_KEY " in shown["--help"]) == (command in ("recycle-coordinator", "recycle-run"))
     assert shown["--help"].count(f"\n  {command}") + shown["--help"].count(f"\n  srun {command}") >= 2
+
+
+def test_ctrl_c_ends_it_without_a_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def interrupted(_: Path) -> None:
+        raise KeyboardInterrupt
+
+    report = importlib.import_module("lightning_recycle.commands.report")
+    monkeypatch.setattr(report, "load_results", interrupted)
+    with pytest.raises(SystemExit) as end:
+        report.main([str(tmp_path), "-o", "-"])
+    assert end.value.code == 130
 
 
 @pytest.mark.parametrize(

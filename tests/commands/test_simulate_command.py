@@ -137,6 +137,12 @@ def test_a_sweep_over_all_policies_has_a_folder_for_each_and_a_table(tmp_path):
     assert spares["cluster"]["nodes"] == 33
 
 
+@pytest.mark.parametrize("schedule", [[], ["schedule=planned"]])
+def test_a_sweep_with_unlike_schedules_warns_of_them(tmp_path, schedule):
+    few = [*SMALL, "seeds=1", "policy=recycle,restart", *schedule]
+    assert ("compare policies with the same one" in " ".join(simulate(tmp_path, "-m", *few).split())) is (not schedule)
+
+
 def test_a_sweep_over_all_failure_sources(tmp_path):
     simulate(tmp_path, "-m", *SMALL, "policy=drop_replica", "failures=glob(*)", "output=jobs")
     found = [result_in(tmp_path / "jobs" / str(job)) for job in range(len(options("failures")))]

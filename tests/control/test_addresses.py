@@ -50,7 +50,7 @@ def test_an_address_is_read_and_shown(text: str, address: tuple[str, int]) -> No
         ("host:\N{SUPERSCRIPT TWO}", "give host:port"),
         ("http://host:80", "give host:port"),
         ("8080", "give host:port"),
-        ("::1:5", r"brackets, as in X=\[::1\]:5"),
+        ("::1:5", r"brackets, as in '\[::1\]:5'"),
     ],
 )
 def test_what_is_no_address_is_refused(text: str, words: str) -> None:
@@ -62,6 +62,15 @@ def test_what_is_no_address_is_refused(text: str, words: str) -> None:
 def test_a_wrong_address_of_the_page_is_shown_as_it_was_given(text: str) -> None:
     with pytest.raises(ConfigurationError, match=f"^RECYCLE_HTTP='{text}': "):
         http_address(text, "RECYCLE_HTTP")
+
+
+@pytest.mark.parametrize(
+    ("name", "given"), [("RECYCLE_HTTP", "RECYCLE_HTTP='x'"), ("Options(status)", "Options(status='x')")]
+)
+def test_a_port_alone_is_offered_where_it_is_enough(name: str, given: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        http_address("x", name)
+    assert str(caught.value) == f"{given}: give host:port, such as '10.0.0.1:8265', or a port."
 
 
 @pytest.fixture

@@ -223,11 +223,21 @@ def disputed(rank: int, other: int, state: s.MembershipState, step: int = 0) -> 
 def vote_under_way(policy: str = "evict") -> s.MembershipState:
     state = running(Checks(policy))
     state, commands = feed(state, disputed(0, 2, state))
-    assert [record.details["of"] for record in records(commands, "disputed")] == [(1, 0)]
+    (record,) = records(commands, "disputed")
+    assert (record.details["of"], record.details["kind"]) == ((1, 0), "output")
+    assert record.details["cause"] == "got another output than worker (1, 0)"
     assert len(messages(commands, m.Regroup)) == 1
     state, commands = feed(state, *(status_report(rank, 1, 0) for rank in ALL))
     assert messages(commands, m.Resume)[0].vote == m.Vote(0, (0, 2, 4))
     return state
+
+
+def test_a_value_that_is_not_finite_is_no_difference_to_a_peer() -> None:
+    state = running(Checks())
+    bits = {**X, m.FINITE: m.NOT_FINITE}
+    _, commands = feed(state, replace(disputed(2, 2, state), mine=bits, theirs=bits))
+    (record,) = records(commands, "disputed")
+    assert (record.details["kind"], record.details["cause"]) == (m.FINITE, "made a value that is not finite")
 
 
 def voted(state: s.MembershipState, sums: dict[int, Any]) -> list[m.Voted]:

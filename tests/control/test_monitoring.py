@@ -398,6 +398,24 @@ def test_each_process_of_a_position_has_a_row_and_samples_of_its_own(
         assert all(("member=" in label) == (members > 1) for label in labels)
 
 
+def page_in_browser(port: int, folder: Path) -> str:
+    """The page's elements in a real browser after three seconds."""
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("needs chromium")
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}"]
+    command += ["--virtual-time-budget=3000", "--dump-dom", f"http://127.0.0.1:{port}/"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True).stdout
+
+
+@pytest.mark.long
+def test_without_a_run_the_page_waits_and_shows_no_empty_boxes(runtime: Path, tmp_path: Path) -> None:
+    with shown(None) as port:
+        page = page_in_browser(port, tmp_path)
+    assert '<div id="gone" role="alert" class="waits">Waiting for workers</div>' in page
+    assert '<main hidden="">' in page
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("grid", "members", "title", "columns"),
@@ -411,15 +429,10 @@ def test_each_process_of_a_position_has_a_row_and_samples_of_its_own(
 def test_the_page_has_a_column_for_each_process_of_a_pipeline(
     grid: Grid, members: int, title: str, columns: str, runtime: Path, tmp_path: Path
 ) -> None:
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
-        pytest.skip("needs chromium")
     with ControlPlane(grid, of_position=members) as plane, shown(plane) as port:
         plane.members()
         plane.until(lambda: seen(plane).phase == "training")
-        command = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
-        command += ["--virtual-time-budget=3000", "--dump-dom", f"http://127.0.0.1:{port}/"]
-        page = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True).stdout
+        page = page_in_browser(port, tmp_path)
     assert re.findall(r'id="grid-title">([^<]*)<', page) == [title]
     assert f"repeat({columns}, " in page
     names = re.findall(r"<b>([^<]*)</b>", page)

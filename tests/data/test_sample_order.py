@@ -178,6 +178,16 @@ def test_workers_with_other_samples_lengths_or_orders_are_refused_by_name():
         compare([[loader(sampler=WeightedRandomSampler(weights, SIZE, generator=seeded(d))).facts()] for d in (0, 1)])
 
 
+@pytest.mark.parametrize("whole_script", [False, True])
+def test_the_remedy_is_for_the_way_in_which_workers_run_the_script(whole_script, monkeypatch):
+    if whole_script:
+        monkeypatch.setenv("RECYCLE_COORDINATOR", "127.0.0.1:1")
+    with pytest.raises(ConfigurationError) as caught:
+        compare([[loader(Numbers(SIZE, d)).facts()] for d in (0, 1)])
+    assert ("L.seed_everything(0) first" in str(caught.value)) is whole_script
+    assert ("__main__" in str(caught.value)) is not whole_script
+
+
 def test_other_classes_and_numbers_of_loaders_are_named():
     class Words(Numbers):
         pass

@@ -218,7 +218,7 @@ def test_a_coordinator_that_dies_is_started_again_at_the_same_address() -> None:
         assert address in second.cmdline()
 
 
-@pytest.mark.parametrize("worker", ["exec sleep 100", "true", "trap '' TERM; sleep 4"])
+@pytest.mark.parametrize("worker", ["exec sleep 100", "echo hi"])
 @pytest.mark.parametrize(
     ("options", "environ", "words"),
     [
@@ -226,14 +226,35 @@ def test_a_coordinator_that_dies_is_started_again_at_the_same_address() -> None:
         ([], {"RECYCLE_LOG": "xml"}, "RECYCLE_LOG='xml'"),
     ],
 )
-def test_a_coordinator_that_never_listened_ends_everything_whatever_its_workers_did(
+def test_where_no_coordinator_can_listen_no_worker_is_started(
     options: list[str], environ: dict[str, str], words: str, worker: str
 ) -> None:
     with running(*options, *shell(worker), env=environ) as process:
         output, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 2
     assert words in errors
-    assert "[coordinator]" not in output
+    assert output == ""
+
+
+def test_a_program_that_never_trains_is_no_silent_success() -> None:
+    with running(*shell("sleep 5")) as process:
+        _, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0
+    assert "No worker connected: the program has not trained." in errors
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        (["python", "-u", "some/train.py", "--lr", "1"], "train.py"),
+        (["/usr/bin/python3", "-m", "package.train"], "package.train"),
+        (["/bin/sh", "-c", "exit 0"], "sh"),
+    ],
+)
+def test_a_run_has_the_name_of_its_program(command: list[str], name: str) -> None:
+    assert recycle_run._script_of(command) == name
+    place = recycle_run._RunAddress(("127.0.0.1", 1), "secret", hosts_it=True)
+    assert f"--name={name}" in recycle_run._coordinator_task(place, name).command
 
 
 def test_how_others_join_is_said_once_the_coordinator_listens() -> None:
@@ -294,7 +315,9 @@ def test_sigterm_to_all_workers_of_a_run_ends_it_at_a_step_boundary_with_the_wan
         ),
         ("10.0.0.1:29400", {"RECYCLE_KEY": "secret"}, "=10.0.0.1:29400 RECYCLE_KEY=... recycle-run"),
         ("10.0.0.1:29400", {}, "--coordinator HOST:PORT and RECYCLE_KEY_FILE"),
-        ("127.0.0.1:29400", {"RECYCLE_KEY": "secret"}, "--coordinator HOST:PORT and RECYCLE_KEY_FILE"),
+        ("127.0.0.1:29400", {}, "--coordinator HOST:PORT and RECYCLE_KEY_FILE"),
+        ("127.0.0.1:29400", {"RECYCLE_KEY": "secret"}, "127.0.0.1 is reachable from this machine only: give"),
+        ("localhost:29400", {"RECYCLE_KEY": "secret"}, "localhost is reachable from this machine only: give"),
     ],
 )
 def test_it_says_how_another_machine_joins(coordinator: str, environ: dict[str, str], words: str) -> None:

@@ -202,10 +202,12 @@ def test_the_environment_of_workers_is_checked_first(
 ) -> None:
     run = trainer(2, 2)
     monkeypatch.setenv("RECYCLE_COORDINATR", "127.0.0.1:1")
+    monkeypatch.setenv("RECYCLE_TIMEOUT", "5")
     monkeypatch.setenv("RECYCLE_PORTS", "30000-30100")
     with pytest.raises(CheckpointError):
         run.fit(Regression().double(), DataLoader(dataset(), batch_size=12), ckpt_path="nowhere")
     assert "RECYCLE_COORDINATR has no meaning here. Did you mean 'RECYCLE_COORDINATOR'?" in caplog.text
+    assert "The variable RECYCLE_TIMEOUT has no meaning here.\n" in caplog.text
     monkeypatch.setenv("RECYCLE_PORTS", "30000")
     with pytest.raises(ConfigurationError, match="RECYCLE_PORTS='30000'"):
         run.fit(Regression().double(), DataLoader(dataset(), batch_size=12))

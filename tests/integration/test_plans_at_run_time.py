@@ -66,9 +66,11 @@ def test_plans_are_taken_from_the_library_and_added_to_it(tmp_path):
     [
         ("plan_library", "file", "file .File exists.: give another path"),
         ("plan_library", "file/plans", "file/plans .Not a directory.: give another path"),
+        ("plan_library", "none/plans", "none/plans .No such file or directory.: give"),
+        ("profile", "none/profile.json", "none .No such file or directory.: give"),
         ("plan_library", "/proc/plans", "/proc/plans .No such file or directory.: give"),
         ("profile", "", "give a file, not a folder"),
-        ("profile", "file/profile.json", "file .File exists.: give another path"),
+        ("profile", "file/profile.json", "file .Not a directory.: give another path"),
     ],
 )
 def test_a_folder_that_cannot_be_written_is_refused_before_the_start(
@@ -78,6 +80,11 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_start(
     given = tmp_path / path
     with pytest.raises(ConfigurationError, match=rf"^PlanningOptions\({option}='{given}'\): .*{reason}"):
         fit(Regression().double(), 2, 2, strategy={option: given})
+
+
+def test_a_run_too_short_for_a_profile_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(Regression().double(), 2, 2, max_steps=3, strategy={"profile": tmp_path / "profile.json"})
+    assert "profile.json: the run ended before its ninth step" in caplog.text
 
 
 def sources(run: L.Trainer) -> list[str]:

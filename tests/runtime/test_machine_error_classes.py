@@ -10,9 +10,8 @@ import time
 
 import pytest
 import torch
-from support.options import recycle_strategy
 
-from lightning_recycle import ConfigurationError
+from lightning_recycle import ConfigurationError, RecoveryOptions, ReCycleStrategy
 from lightning_recycle.errors import InjectedFaultError, StageLostError
 from lightning_recycle.runtime import machine_errors
 from lightning_recycle.runtime.communicator import CommunicationError
@@ -113,21 +112,31 @@ def test_the_option_adds_classes_or_decides_alone(option, storage, os_error):
     assert not suspicion_of(lambda _: True)(InjectedFaultError())
 
 
-@pytest.mark.parametrize(("options", "words"), [
-    ({"machine_errors": "OSError"}, ["'OSError'", "list"]),
-    ({"machine_errors": OSError}, ["OSError", "list"]),
-    ({"machine_errors": 3}, ["3", "list"]),
-    ({"machine_errors": ["botocore.ClientErrr"]}, ["'botocore.ClientErrr'", "dotted name"]),
-    ({"machine_errors": ["os.path"]}, ["'os.path'"]),
-    ({"machine_errors": [int]}, ["int", "Exception"]),
-    ({"machine_errors": [KeyboardInterrupt]}, ["KeyboardInterrupt"]),
-    ({"machine_error_retries": -1}, ["machine_error_retries=-1", "at least 0"]),
-    ({"machine_error_retries": True}, ["machine_error_retries=True"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"machine_errors": "OSError"}, ["'OSError'", "list"]),
+        ({"machine_errors": OSError}, ["OSError", "list"]),
+        ({"machine_errors": 3}, ["3", "list"]),
+        ({"machine_errors": ["os.path"]}, ["'os.path'"]),
+        ({"machine_errors": ["socket.timeoutt"]}, ["'socket.timeoutt'", "dotted name"]),
+        ({"machine_errors": ["OSErrr"]}, ["'OSErrr'", "dotted name"]),
+        ({"machine_errors": [int]}, ["int", "Exception"]),
+        ({"machine_errors": [KeyboardInterrupt]}, ["KeyboardInterrupt"]),
+        ({"machine_error_retries": -1}, ["machine_error_retries=-1", "at least 0"]),
+        ({"machine_error_retries": True}, ["machine_error_retries=True"]),
+    ],
+)
 def test_wrong_options_are_refused_at_once(options, words):
     with pytest.raises(ConfigurationError) as caught:
-        recycle_strategy(**options)
+        RecoveryOptions(**options)
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_a_name_of_a_module_that_is_not_loaded_is_refused_by_the_strategy():
+    options = RecoveryOptions(machine_errors=["botocore.ClientErrr"])
+    with pytest.raises(ConfigurationError, match=r"'botocore.ClientErrr' is no class .* dotted name"):
+        ReCycleStrategy(recovery=options)
 
 
 def test_a_place_in_the_code_does_not_depend_on_what_was_called_with():

@@ -276,6 +276,11 @@ def test_a_missing_checkpoint_is_refused_with_the_newest_one_of_its_folder(kept,
     assert str(caught.value) == text
 
 
+def test_a_checkpoint_in_a_missing_folder_is_refused_with_that(tmp_path):
+    with pytest.raises(CheckpointError, match=f"'{tmp_path}/no/such.ckpt': there is no folder {tmp_path}/no.$"):
+        chosen(tmp_path, str(tmp_path / "no" / "such.ckpt"))
+
+
 def test_a_missing_checkpoint_elsewhere_is_refused():
     with pytest.raises(CheckpointError, match=r"'memory://run/nope\.ckpt': there is no such file or folder\.$"):
         chosen(Path(), "memory://run/nope.ckpt")

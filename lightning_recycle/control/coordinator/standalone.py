@@ -92,8 +92,8 @@ _UNITS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status: 0 if every run finished."""
     options = _parser().parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
-    monitor = Monitor("recycle-coordinator", awaits_runs=True)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    monitor = Monitor(options.name, awaits_runs=True)
     try:
         if not install_if_wanted() and (options.obey or sys.stderr.isatty()):
             logging.getLogger("lightning_recycle.events").setLevel(logging.WARNING)  # JSON is for programs
@@ -153,11 +153,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     continue
             except SystemExit:  # nobody is left alone: how the runs went is what counts
                 if not finished:
+                    if options.obey and not reception.has_met:
+                        log.warning("No worker connected: the program has not trained.")
                     raise
                 break
             ended = serving.serve()
             if ended is not None:  # otherwise it did not begin
-                _tell(*ended)
+                _tell(*ended, with_traceback=not options.obey)  # workers of recycle-run print their own
                 settle_end()
             serving.begin_next()
     return max(finished, default=0)
@@ -207,7 +209,7 @@ def _obey(end_after_this: Callable[[], None]) -> None:
     threading.Thread(target=listen, name="recycle-obey", daemon=True).start()
 
 
-def _tell(terms: RunConfig, outcome: Outcome) -> None:
+def _tell(terms: RunConfig, outcome: Outcome, with_traceback: bool) -> None:
     if isinstance(outcome, Finished):
         log.info("The run finished.")
     elif isinstance(outcome, StageLost):
@@ -215,7 +217,8 @@ def _tell(terms: RunConfig, outcome: Outcome) -> None:
     elif isinstance(outcome, Crashed):
         crash = outcome.crash
         name = Positions(terms.grid, terms.members).name(crash.rank)
-        log.error("%s", f"Worker {name} ended the run: {crash.summary}\n{crash.traceback}".rstrip())
+        traceback = f"\n{crash.traceback}" if with_traceback else ""
+        log.error("%s", f"Worker {name} ended the run: {crash.summary}{traceback}".rstrip())
     elif isinstance(outcome, Failed):
         log.error("The run ended: %s", outcome.reason)
     else:
@@ -297,6 +300,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="end with the process that started this one, and take commands from standard input, not signals",
     )
+    parser.add_argument("--name", default="recycle-coordinator", help=argparse.SUPPRESS)  # in the status
     parser.add_argument("--invitation", nargs=1, default=[], help=argparse.SUPPRESS)  # printed when it listens
     parser.add_argument("--monitor-plan", action="store_true", help="change the plan when workers become slow or fast")
     return parser

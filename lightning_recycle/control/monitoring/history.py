@@ -74,8 +74,7 @@ _LINES: Mapping[str, tuple[int, str]] = {
     ),
     "disputed": (
         logging.WARNING,
-        "Worker {worker} got another {kind} of micro-batch {microbatch} of step {step} than worker {of}: all of their"
-        " stage compute it.",
+        "Worker {worker} {cause}, in micro-batch {microbatch} of step {step}: all of its stage compute it.",
     ),
     "not_finite": (logging.WARNING, "Step {step}: {who}{cause}. It is {then}."),
     "incomparable": (logging.WARNING, "Workers do not check each other's computations any more: {cause}."),

@@ -37,16 +37,18 @@ def address_from(text: str, name: str, *, least_port: int = 0, usual_host: str =
     """
     host, colon, port = text.rpartition(":")
     is_number = port.isascii() and port.isdigit()
+    given = f"{name[:-1]}={text!r})" if name.endswith(")") else f"{name}={text!r}"
     if usual_host and not colon and is_number:
         host = usual_host
     elif host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     elif ":" in host and "/" not in host:
-        raise ConfigurationError(f"{name}={text!r}: put an IPv6 address into brackets, as in {name}=[{host}]:{port}.")
+        raise ConfigurationError(f"{given}: put an IPv6 address into brackets, as in '[{host}]:{port}'.")
     if not host or not is_number or "/" in host:
-        raise ConfigurationError(f"{name}={text!r}: give host:port, for example {name}=10.0.0.1:29400.")
+        example = "'10.0.0.1:8265', or a port" if usual_host else "'10.0.0.1:29400'"
+        raise ConfigurationError(f"{given}: give host:port, such as {example}.")
     if not least_port <= int(port) <= 65535:
-        raise ConfigurationError(f"{name}={text!r}: the port must be one of {least_port} to 65535.")
+        raise ConfigurationError(f"{given}: the port must be one of {least_port} to 65535.")
     return host, int(port)
 
 

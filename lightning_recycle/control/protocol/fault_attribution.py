@@ -295,8 +295,11 @@ def on_disputed(state: MembershipState, event: messages.Disputed) -> Next:
         return state, ()
     claims = {event.rank: event.mine, event.other: event.theirs}
     dispute = Dispute(event.step, event.microbatch, event.rank, event.other, claims, {}, {event.rank: event.device})
-    kinds = " and ".join(differing(event.mine, event.theirs))
-    details = {"of": state.place(event.other), "microbatch": event.microbatch, "kind": kinds}
+    kinds = " and ".join(differing(event.mine, event.theirs)) or FINITE
+    cause = f"got another {kinds} than worker {state.name(event.other)}"
+    if event.other == event.rank:
+        cause = "made a value that is not finite"
+    details = {"of": state.place(event.other), "microbatch": event.microbatch, "kind": kinds, "cause": cause}
     record = Record("disputed", event.step, event.rank, details)
     return after((record,), begin_generation(state.with_checks(dispute=dispute)))
 
