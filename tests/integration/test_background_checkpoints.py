@@ -1,6 +1,7 @@
 """Checkpoints that are written while the training goes on are those that it would wait for; so is what it trains."""
 
 import contextlib
+import itertools
 import os
 import time
 from dataclasses import replace
@@ -123,7 +124,7 @@ class SavesAtStart(L.Callback):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("grid", [(2, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize("grid", sampled([((2, 1),), ((2, 2),)], 1, rest=pytest.mark.long), ids=str)
 def test_a_replacement_leaves_alone_what_the_others_have_saved_before_it_came(grid, tmp_path):
     callbacks = [SavesAtStart(tmp_path / "start.ckpt"), AwaitReplacement((LENGTH - 1,))]
     run = saves(grid, callbacks, [Fault("kill", 0, 0, step=2)], strategy={"max_restarts": 2}, default_root_dir=tmp_path)
@@ -144,7 +145,7 @@ class NoMemory(L.Callback):
 
 @pytest.mark.parametrize(
     ("sharded", "kills"),
-    [(False, False), (True, True), *(pytest.param(kind, not kind, marks=pytest.mark.long) for kind in (False, True))],
+    sampled(itertools.product([False, True], repeat=2), 1, rest=pytest.mark.long),
 )
 def test_training_waits_for_a_checkpoint_of_whose_state_no_copy_fits(sharded, kills, tmp_path, caplog):
     faults = [WRITER_DIES] if kills else []
@@ -175,7 +176,7 @@ class ReadsItsOwn(ModelCheckpoint):
             assert damage(self.best_model_path) is None
 
 
-@pytest.mark.parametrize("kind", ["hook", "subclass"])
+@pytest.mark.parametrize("kind", sampled(["hook", "subclass"], 1, rest=pytest.mark.long))
 def test_code_that_needs_all_of_a_checkpoint_at_once_has_it(kind, tmp_path):
     saving = (ReadsItsOwn if kind == "subclass" else ModelCheckpoint)(tmp_path, "{step}", every_n_train_steps=EVERY)
     run = saves((1, 2), [saving, *([SeesCheckpoints()] if kind == "hook" else [])], background="auto")

@@ -192,7 +192,7 @@ def left_by(run: tuple[L.Trainer, Diary, Any], folder: Path) -> Any:
 
 @pytest.mark.parametrize(
     ("schedule", "stages", "sharded", "batches", "kill"),
-    sampled([(*case, n) for case in MATRIX for n in range(4)], 2, 12),
+    sampled([(*case, n) for case in MATRIX for n in range(4)], 1, 12),
 )
 def test_a_run_whose_workers_are_all_killed_goes_on_as_if_nothing_had_happened(
     schedule, stages, sharded, batches, kill, tmp_path
@@ -209,7 +209,7 @@ def test_a_run_whose_workers_are_all_killed_goes_on_as_if_nothing_had_happened(
 
 @pytest.mark.parametrize(
     ("schedule", "stages", "sharded", "batches", "background"),
-    sampled([(*case, background) for case in MATRIX for background in (True, False)], 2, 5),
+    sampled([(*case, background) for case in MATRIX for background in (True, False)], 1, 5),
 )
 def test_a_run_that_resumes_from_any_checkpoint_is_the_one_that_wrote_it(
     schedule, stages, sharded, batches, background, tmp_path
@@ -235,7 +235,7 @@ class Saves(L.Callback):
         trainer.save_checkpoint(self._folder / "own" / f"{trainer.fit_loop.total_batch_idx}.ckpt")
 
 
-@pytest.mark.parametrize("every_n_epochs", [1, 5], ids=["boundaries", "none"])
+@pytest.mark.parametrize("every_n_epochs", sampled([1, 5], 1, rest=pytest.mark.long))
 def test_a_restart_prefers_a_whole_step_to_what_a_hook_saved_in_the_middle_of_one(every_n_epochs, tmp_path, caplog):
     callbacks = [ModelCheckpoint(tmp_path, every_n_epochs=every_n_epochs), Saves(tmp_path), Die(2 * BATCHES - 1, False)]
     trainer = grid_trainer(2, 1, callbacks=callbacks, max_epochs=EPOCHS, enable_checkpointing=True)

@@ -414,7 +414,7 @@ class ActNorm(nn.Module):
         return x * self.scale + self.shift
 
 
-@pytest.mark.parametrize("how", sampled(["data", "in place", "late"], 2))
+@pytest.mark.parametrize("how", sampled(["data", "in place", "late"], 1))
 def test_a_step_that_writes_trained_weights_is_refused_by_name(how):
     with pytest.raises(UnsupportedFeatureError, match=r"layers\.0\.weight is trained, and was written"):
         train(lambda: Clamps(how), 1, 2)

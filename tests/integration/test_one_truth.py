@@ -122,7 +122,7 @@ def saving(folder: Path, how: str) -> list[Callback]:
     return [Hook(how), ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1)]
 
 
-@pytest.mark.parametrize(("how", "place"), sampled(itertools.product(HOOKS, PLACES), 3, seed=174))
+@pytest.mark.parametrize(("how", "place"), sampled(itertools.product(HOOKS, PLACES), 2, seed=174))
 def test_files_have_what_hooks_put_into_the_state_dict(tmp_path, how, place):
     run_on(0, 1, False, Net(), saving(tmp_path / "one", how))
     run_on(*place, Net(), saving(tmp_path / "grid", how))
@@ -162,7 +162,7 @@ class Kept(Net):
         return Counting(self.parameters(), lr=0.05)
 
 
-@pytest.mark.parametrize(("place", "folder"), sampled(itertools.product(PLACES, [False, True]), 2))
+@pytest.mark.parametrize(("place", "folder"), sampled(itertools.product(PLACES, [False, True]), 1))
 def test_states_of_no_parameter_and_buffers_beside_state_dicts(tmp_path, place, folder):
     theirs, ours = Kept(), Kept()
     one, grid = run_on(0, 1, False, theirs), run_on(*place, ours)
@@ -229,7 +229,7 @@ class Reads(Net):
 
 
 @pytest.mark.parametrize(
-    ("kind", "hook", "place"), sampled(itertools.product(LOADERS, ["batch", "epoch"], PLACES), 2, seed=3)
+    ("kind", "hook", "place"), sampled(itertools.product(LOADERS, ["batch", "epoch"], PLACES), 1, seed=3)
 )
 def test_hooks_read_the_training_data_from_its_beginning(kind, hook, place):
     theirs, ours = Reads(hook), Reads(hook)

@@ -75,7 +75,7 @@ def one_device(tmp_path_factory) -> same.Run:
     return same.on_one_device(script, tmp_path_factory.mktemp("one"))
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["file", "folder"])
+@pytest.mark.parametrize("sharded", sampled([False, True], 1, rest=pytest.mark.long))
 @pytest.mark.parametrize("stages", sampled([1, 2], 1))
 def test_files_paths_and_scores_are_the_same_in_every_epoch(stages, sharded, one_device, tmp_path):
     run = same.Run(None, None, tmp_path)

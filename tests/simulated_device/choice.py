@@ -1,5 +1,5 @@
 """The tests that run on simulated devices: those of this folder; of the others all but a table of some, or a seeded
-sample (``SIMULATED_SAMPLE=count``).
+sample (``SIMULATED_SAMPLE=count``), and half of the trainings of this folder.
 """
 
 import os
@@ -51,7 +51,10 @@ def choose_for_devices(config: pytest.Config, items: list[pytest.Item]) -> None:
         beside = ("skip", "long", "exhaustive", "gpu", "slurm")
         others = [item for item in items if item.path.parent != HERE]
         suited = [item for item in others if not any(item.get_closest_marker(name) for name in beside)]
-        sample = set(random.Random(0).sample(sorted(item.nodeid for item in suited), count))
-        left = {item for item in others if item.nodeid not in sample}
+        trainings = [item for item in items if item.path.parent == HERE and item.path.name != "test_operators.py"]
+        draws = random.Random(0)
+        sample = set(draws.sample(sorted(item.nodeid for item in suited), count))
+        sample.update(draws.sample(sorted(item.nodeid for item in trainings), len(trainings) // 2))
+        left = {item for item in (*others, *trainings) if item.nodeid not in sample}
         items[:] = [item for item in items if item not in left]
         config.hook.pytest_deselected(items=left)

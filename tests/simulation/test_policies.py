@@ -111,6 +111,7 @@ def test_recycle_chooses_the_stages_of_failures_by_the_plans_as_a_run_does() -> 
     assert model.global_batch / result.throughput < by_bounds.period / 1.02
 
 
+@pytest.mark.long
 def test_each_technique_is_worth_something() -> None:
     ratios = [
         simulation.simulate(LARGE, simulation.Cluster.of(LARGE), policy, simulation.FailedFraction(3 / 32), "1h").ratio
