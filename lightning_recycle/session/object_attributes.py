@@ -188,8 +188,13 @@ def is_own(value: Any) -> bool:
 
 def slots_of(kind: type[Any]) -> list[str]:
     """The attributes of objects of ``kind`` that lie in slots."""
-    names = [name for base in kind.__mro__ for name in _as_names(vars(base).get("__slots__", ()))]
-    return [name for name in names if name not in ("__dict__", "__weakref__")]
+    names = [(base, name) for base in kind.__mro__ for name in _as_names(vars(base).get("__slots__", ()))]
+    return [_mangled(base, name) for base, name in names if name not in ("__dict__", "__weakref__")]
+
+
+def _mangled(owner: type[Any], name: str) -> str:
+    is_private = name.startswith("__") and not name.endswith("__")
+    return f"_{owner.__name__.lstrip('_')}{name}" if is_private else name
 
 
 def _as_names(slots: Any) -> Sequence[str]:

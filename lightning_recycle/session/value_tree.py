@@ -44,6 +44,7 @@ from lightning_recycle.session.object_attributes import (
     is_node,
     is_own,
     slots_of,
+    vars_of,
 )
 from lightning_recycle.tensor_memory import checksum, is_sharded, memory_address
 from lightning_recycle.torch_internals import (
@@ -223,11 +224,16 @@ class _KeyedCell:
 
     def put(self, key: Any, value: Any) -> None:
         if key in self._slots:
-            object.__setattr__(self.holder, key, value)
-        elif value is ABSENT:
-            self.values.pop(key, None)
+            if value is not ABSENT:
+                object.__setattr__(self.holder, key, value)
+            elif hasattr(self.holder, key):
+                object.__delattr__(self.holder, key)
+            return
+        own = self.holder if isinstance(self.holder, dict) else vars_of(self.holder)
+        if value is ABSENT:
+            own.pop(key, None)
         else:
-            self.values[key] = value
+            own[key] = value
 
     def get(self, key: Any) -> Any:
         return self.values.get(key, ABSENT)

@@ -180,7 +180,8 @@ class Cluster:
 
         def reached() -> bool:
             nonlocal found
-            return self.job(number)["JobState"] in states
+            found = self.job(number)
+            return found["JobState"] in states
 
         self._await(reached, f"job {number} to be {' or '.join(states)}", seconds, lambda: str(found))
         return found

@@ -104,6 +104,45 @@ def test_a_block_that_raises_leaves_nothing() -> None:
     assert module.row is not None
 
 
+class Slotted:
+    __slots__ = ("__secret", "level", "unset")
+
+    def __init__(self) -> None:
+        self.level, self.__secret = 1, 1
+
+    def change(self) -> None:
+        self.level, self.unset, self.__secret = 2, 2, 2
+
+    def seen(self) -> tuple[Any, ...]:
+        return self.level, hasattr(self, "unset"), self.__secret, getattr(self, "extra", None)
+
+
+class WithDict(Slotted):
+    """Has slots and a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = 1
+
+    def change(self) -> None:
+        super().change()
+        self.extra, self.further = 2, 2
+
+
+@pytest.mark.parametrize("kind", [Slotted, WithDict])
+def test_attributes_in_slots_are_taken_back(kind: type[Slotted]) -> None:
+    module = Averaged()
+    module.kept["c"] = kind()
+    before = module.kept["c"].seen()
+    tree = ValueTree(module)
+    tree.absorb()
+    tree.begin({})
+    module.kept["c"].change()
+    tree.abandon()
+    assert module.kept["c"].seen() == before
+    assert not hasattr(module.kept["c"], "further")
+
+
 def test_what_other_code_changes_is_told() -> None:
     module = Averaged()
     tree = ValueTree(module)
