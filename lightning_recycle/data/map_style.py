@@ -1,8 +1,9 @@
 """Micro-batch data by address (epoch, step, d, m), readable by any worker.
 
 Step t of an epoch covers a contiguous block of the sampler's order, which every worker knows. With ``num_workers`` > 0
-a ``DataLoader`` prefetches the worker's own micro-batches in as many processes; otherwise they are read together at the
-beginning of the step. A lost worker's micro-batches are read when needed.
+a ``DataLoader`` prefetches the worker's own micro-batches in as many processes; otherwise they are read together: in
+the first wait of the step before, or, of the first step, at its beginning. A lost worker's micro-batches are read when
+needed.
 """
 
 from __future__ import annotations
@@ -199,7 +200,7 @@ class MicrobatchLoader(SampleLoader):
     # ------------------------------------------------------------------ what the executor sees
 
     def begin_step(self, handle: StepHandle) -> None:
-        """Forgets earlier steps, and reads this worker's part if no process does."""
+        """Drops the data of earlier steps; reads this worker's part if no process does."""
         current = (handle.epoch, handle.index)
         self._cache = {key: value for key, value in self._cache.items() if key[:2] >= current}
         self._read_own(handle)
@@ -441,7 +442,7 @@ class MicrobatchLoader(SampleLoader):
     _samples_vary = False
 
     def _take_prefetched(self, key: tuple[int, int, Microbatch]) -> bool:
-        """Moves prefetched data up to ``key`` into the cache; False if it is past that."""
+        """Reads on in the prefetcher up to ``key``; False if it has passed that already."""
         epoch, step, _ = key
         newest = self._newest_prefetched
         if newest is not None and key <= newest:

@@ -277,7 +277,8 @@ class _TaskState:
 class Agent:
     """Runs ``tasks`` to their end.
 
-    After a failure it sends SIGTERM to the others, and kills them after the grace, or 60 s.
+    After a failure the others have 15 s to end by themselves (none, if the coordinator failed). Then they get SIGTERM,
+    and are killed after the grace, or 60 s.
 
     Args:
         max_restarts: of each process over the whole run.

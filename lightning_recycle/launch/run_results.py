@@ -85,7 +85,7 @@ class StageResult:
         optimizers: None if the stage does not train, its weights stay in the workers, or it writes its own checkpoints
             because the whole is too large for one place.
         objects: its layers, with their state outside of state dicts.
-        beside: its parameters and buffers outside of state dicts.
+        non_state_tensors: its parameters and buffers that are in no state dict.
         member: the number of the member of its position, whose shards it has.
     """
 
@@ -341,7 +341,7 @@ class MissingWeights:
 
 
 def _count_writes(module: pl.LightningModule) -> int:
-    """A number that changes with each write to the parameters."""
+    """A number that changes with each write to the parameters that autograd counts."""
     return sum(version_of(parameter) for parameter in module.parameters())
 
 

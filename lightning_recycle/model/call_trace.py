@@ -241,7 +241,7 @@ class ChainTracer:
     def pass_by(self, index: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The step calls the layer ``index`` of another stage; returns its stand-in.
 
-        Raises Reached if the step ends here.
+        Raises ChainEnd if the step ends here.
         """
         hidden = self.enter(index, args, kwargs)
         keywords = {name: self._caches.get(id(value), value) for name, value in kwargs.items()}

@@ -78,8 +78,8 @@ class HeuristicPlanner:
 def heuristic(problem: Problem, effort: int = DEFAULT_EFFORT, compact_from: int = COMPACT_FROM) -> Schedule:
     """A schedule for ``problem``: 1F1B where it applies, else a list schedule.
 
-    1F1B applies without failure, slow worker or split. Otherwise the result is the best schedule found, in the order of
-    :mod:`~lightning_recycle.planning.schedule`: period, makespan, memory.
+    1F1B applies without failure, slow worker, split or further lanes. Otherwise the result is the best schedule found,
+    in the order of :mod:`~lightning_recycle.planning.schedule`: period, makespan, memory.
 
     Args:
         problem: the problem to plan.
@@ -106,9 +106,10 @@ def heuristic_with_variation(
 ) -> tuple[Schedule, Timing]:
     """A schedule where stages share layers, planned by the costs of each micro-batch.
 
-    ``schedule`` is for the mean micro-batch and lists all operations; the result is at most 0.1 % slower. Returns the
-    schedule with the times of the mean micro-batch, and the real times. If more micro-batches are in flight than fit in
-    the mean, its problem has their number as a limit instead of the memory.
+    ``schedule`` is for the mean micro-batch and lists all operations; the result is at most 0.1 % slower if
+    its order fits into memory with these costs. Returns the schedule with the times of the mean micro-batch, and the
+    real times. If more micro-batches are in flight than fit in the mean, its problem has their number as a limit
+    instead of the memory.
     """
     problem = exact = schedule.problem
     if problem.memory is not None:

@@ -58,7 +58,7 @@ _ACTIVATIONS, _GRADIENTS = Channel.ACTIVATIONS, Channel.GRADIENTS
 
 @dataclass
 class Step:
-    """A step of Lightning's: data, optimizer step, and the result once applied."""
+    """A batch from Lightning: its data, what steps the optimizer, and its result."""
 
     handle: StepHandle
     apply: Callable[[StepResult], None]
@@ -95,7 +95,7 @@ class StepRunner:
     """Runs one worker's part of steps.
 
     Args:
-        rules: knowledge that stages need before they step; with ties they all commit a step together.
+        rules: what stages must know of each other before they step.
         shadow_on_host: whether the previous version's parameters are kept in host memory.
 
     Attributes:
@@ -385,7 +385,7 @@ class StepRunner:
             self.gradients.protect_lent(step)
 
     def _givers(self, step: int) -> dict[tuple[int, ...], int]:
-        """Ranks that give sums of shared weights, by the stages that hold them."""
+        """For stages with shared weights that were summed before: the rank that has them."""
         again, ahead = self.ahead
         givers = self.ties.givers(ahead) if step == again else {}
         return {stages: self.stage_leaders[giver] for stages, giver in givers.items()}
@@ -412,7 +412,7 @@ class StepRunner:
     def apply(self, payloads: Mapping[int, CommitPayload], speculative: bool = False) -> None:
         """Steps the optimizer with the reduced gradient of step :attr:`version`.
 
-        ``payloads``: by column; ``speculative``: they are not known yet.
+        ``payloads``: the report of each column; empty if ``speculative``, as they are not known yet.
         """
         number = self.version
         step = self.steps[number]
@@ -501,7 +501,10 @@ class StepRunner:
     # ------------------------------------------------------------------ a recovery
 
     def adopt(self, step: int, donor: int, lacks: bool, is_committed: bool) -> None:
-        """Receives the reduced gradient of ``step``, if it ``lacks``, or sends it."""
+        """Broadcasts the reduced gradient of ``step`` from ``donor`` within the stage.
+
+        Who ``lacks`` it is REDUCED afterwards.
+        """
         with self.client.waiting("a gradient"):
             for buffer in self.gradients.of_step(step):
                 self.communicator.end_collective(self.communicator.begin_collective(buffer, source=donor))

@@ -1,4 +1,4 @@
-"""Values in a module's tree that code changes: compared, taken back, put in place.
+"""Tracks what a block of user code changes in a module, and undoes it.
 
 Concept: the tree is made of *cells*, objects that hold values: the tables of each module (attributes, buffers,
 parameters, children), and in them dicts, lists, deques, sets, arrays, generators of random numbers, and objects of
@@ -193,7 +193,7 @@ class _KeyedCell:
 
     @property
     def values(self) -> dict[Any, Any]:
-        """The present values, hidden ones, too."""
+        """All present values: the dict itself, or a new one where there are slots."""
         if isinstance(self.holder, dict):
             return self.holder
         values: dict[Any, Any] = getattr(self.holder, "__dict__", {})
@@ -346,7 +346,7 @@ def _equal_tensors(a: Tensor, b: Tensor) -> bool:
     """Equality of tensors; a NaN equals one with the same bits."""
     if a.dtype != b.dtype or a.device != b.device or a.shape != b.shape:
         return False
-    return torch.equal(a, b) or (a.is_floating_point() and checksum([a]) == checksum([b]))
+    return torch.equal(a, b) or ((a.is_floating_point() or a.is_complex()) and checksum([a]) == checksum([b]))
 
 
 # ---------------------------------------------------------------------- the tree

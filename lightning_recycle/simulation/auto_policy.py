@@ -50,7 +50,7 @@ Range = tuple[int, int]  # first layer, last + 1
 
 @dataclass(frozen=True)
 class _Way:
-    """A way to go on: the layers of each worker (``slots``), and the step."""
+    """A candidate: layers of each slot, workers of each stage, and its judged step."""
 
     choice: str
     slots: tuple[Range, ...]
@@ -179,7 +179,7 @@ class Auto(Policy):
     # -- workers and configurations -------------------------------------------------------------------------------
 
     def _workers(self, context: Context, state: _PolicyState, live: Collection[int]) -> tuple[int, ...]:
-        """Workers that may take part, those with layers first."""
+        """The workers that take part, by number; those with layers are preferred."""
         model = context.model
         held = {worker for worker, _ in state.held}
         found = context.workers(live)

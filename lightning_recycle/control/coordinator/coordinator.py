@@ -75,7 +75,7 @@ class Coordinator:
         authkey: the key that workers must know, at least 16 bytes; random by default.
         on_profile: called in the coordinator's thread with the model's profile once all stages have measured.
         start_worker: starts a replacement for a rank, given its incarnation; None without replacements.
-        setup: passed, unread, with its position to a worker that was started by hand; ``staggered`` likewise.
+        setup, staggered: passed on, with its position, to a worker that was started by hand.
         reception: where workers have come already, instead of ``host`` and ``port``; it stays open.
         objection: why a worker cannot take part in this run; None if it can.
         journal: the log from which another coordinator can go on; None if the run ends with this one.
@@ -217,7 +217,7 @@ class Coordinator:
         return self._state.outcome if self._done.wait(timeout) else None
 
     def member_processes(self) -> list[WorkerProcess]:
-        """Processes of entered members that were started here; callable from any thread."""
+        """Processes of the roster that were started here; callable from any thread."""
         found = (self._workers.processes.get(rank) for rank in sorted(self._state.roster.live))
         return [process for process in found if process is not None]
 
@@ -514,7 +514,7 @@ class Coordinator:
                 self._watch.expect(rank, now)
 
     def _is_first(self, rank: int) -> bool:
-        """Whether a worker started at ``rank`` would not replace a lost one."""
+        """Whether a start at ``rank`` is growth: no worker started here was lost there."""
         return rank not in self._started or (self._grows and rank in self._vacated)
 
     def _on_messages(self, rank: int) -> None:

@@ -3,12 +3,12 @@
 Suspicion is not proof. An exit or a broken connection is a fact; silence and slowness are not: a library may hold the
 interpreter, a model may recompile, a sequence may be long. Giving up a worker helps only if another can do its work:
 
-- A worker is given up only while a peer of its stage is *well*: heard and at work within half of its limit. Only that
-  time counts. So the last holder of a stage is never given up on suspicion, nor are replicas or a machine that stall at
-  once.
+- A worker is given up at its limit only while a peer of its stage is *well*: heard and at work within half of its
+  limit. Only that time counts. The last holder of a stage, and replicas or a machine that stall at once, have until
+  their *bound* (of silence: ``last_holder_timeout``).
 - Work may be slow by itself. A later worker at the same place (micro-batch of the step; for silence the step of the
   stage) may take ten times as long. So may a silent worker whose process is seen to compute.
-- After its *bound* a worker is given up anyway.
+- After its bound a worker is given up anyway.
 
 Of workers at work only those that do *not* wait are suspected (:func:`sign_of_work`): nearly all wait nearly always,
 and the culprit is the one inside an operation for longer than its usual time, as measured in this run, times a factor;
@@ -179,7 +179,7 @@ def review(
 
 
 def _judge(sign: Sign, counted: float, vouched: bool, excuses: int, reason: str) -> Overdue | None:
-    """Ruling over a sign over its limit; None if that is about to be decided.
+    """Ruling over a sign over its limit; None if the next review may decide it.
 
     ``counted``: its seconds that count against the worker. ``vouched``: whether a peer is well. ``excuses``: how many
     others were held up at the same place before, and one more if its process computes. ``reason``: for waiting, if any.
