@@ -88,7 +88,7 @@ def test_the_script_of_the_readme_survives_its_fault(program, tmp_path):
     done = subprocess.run(
         [sys.executable, *command],
         cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "XDG_STATE_HOME": str(tmp_path)},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "XDG_STATE_HOME": str(tmp_path / "state")},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
