@@ -209,8 +209,8 @@ def check_dataloader(dataloader: Any, microbatches: int | None, by_default: bool
         default = ", the default where data modules and hooks give the data" if by_default else ""
         raise ConfigurationError(
             f"batch_size={batch_size} (per pipeline) is not divisible by num_microbatches={microbatches}{default}. Use"
-            f" a batch_size that is a multiple of {microbatches}, or ReCycleStrategy(num_microbatches=...) from"
-            f" {divisors}."
+            f" a batch_size that is a multiple of {microbatches}, or ReCycleStrategy(num_microbatches=...) with"
+            f" {' or '.join(map(str, divisors))}."
         )
 
 

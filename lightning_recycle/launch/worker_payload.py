@@ -266,11 +266,13 @@ def load(data: Any) -> Any:
 
 
 class _PayloadPickler(MainPickler):
-    """Keeps the identity of ``PyTorchProfiler``'s default schedule."""
+    """Keeps the identity of ``PyTorchProfiler``'s default schedule; refuses open files."""
 
     def reducer_override(self, value: Any) -> Any:
         if value is default_profiler_schedule()():
             return default_profiler_schedule(), ()
+        if isinstance(value, io.TextIOWrapper) and value not in (sys.stdout, sys.stderr):
+            raise TypeError("cannot pickle an open file")  # cloudpickle would send a copy of its content
         return super().reducer_override(value)
 
 

@@ -315,6 +315,8 @@ def test_a_run_is_found_without_an_address_and_leaves_nothing(
         assert stat.S_IMODE(runtime.stat().st_mode) == 0o700
         assert status_command.main([]) == 0
         assert re.match(r"train.py  2 x 2 x 1  \w+  generation 0  step -  4 of 4 workers ", capsys.readouterr().out)
+        assert status_command.main(["--watch", str(os.getpid())]) == 2
+        assert f"give the process before it: recycle-status {os.getpid()} --watch" in capsys.readouterr().err
         assert status_command.main(["--json", str(os.getpid())]) == 0
         assert json.loads(capsys.readouterr().out)["generation"] == 0
         (listens,) = runtime.glob("*.sock")

@@ -313,7 +313,7 @@ class Layers(PipelineModule):
     (Residual, {}, ["Residual.training_step()", "uses what layer 'net.2' returned (relu)", "'net.3'"]),
     (Vision, {"pipeline_parallel_size": 6}, ["Vision cannot be cut", "6 stages"]),
     (Vision, {"layers": "body"}, ["layers='body'", "net"]),
-    (Vision, {"partition": [1, 1, 3]}, ["partition=[1, 1, 3] describes 3 stages"]),
+    (Vision, {"partition": [1, 1, 3]}, ["(partition=[1, 1, 3]) describes 3 stages"]),
     (Vision, {"pipeline_parallel_size": 3, "partition": [1, 1, 3]}, ["Stage 1 of 3 of Vision has no parameters"]),
     (AutoEncoder, {}, ["AutoEncoder", "'encoder'", "'decoder'", "layers="]),
     (Layers, {"layers": "layers"}, ["is a PipelineModule", "Leave the option out"]),

@@ -46,3 +46,10 @@ def test_something_that_refuses_to_be_pickled_is_named_with_its_reason():
     expected = r"model\['helpers'\]\[1\] cannot be sent to the worker processes: TypeError: it holds a connection\."
     with pytest.raises(ConfigurationError, match=expected):
         dump((call,), MainModule(imported=False), io.BytesIO())
+
+
+def test_an_open_file_is_refused_by_name_and_no_copy_of_it_is_sent():
+    with open(__file__) as file:
+        call = SimpleNamespace(arguments={"model": {"log": file}}, trainer=None)
+        with pytest.raises(ConfigurationError, match=r"model\['log'\] cannot be sent .*: cannot pickle an open file\."):
+            dump((call,), MainModule(imported=False), io.BytesIO())
