@@ -266,7 +266,7 @@ def load(data: Any) -> Any:
 
 
 class _PayloadPickler(MainPickler):
-    """Keeps the identity of ``PyTorchProfiler``'s default schedule; refuses open files."""
+    """Keeps ``PyTorchProfiler``'s default schedule; refuses open files."""
 
     def reducer_override(self, value: Any) -> Any:
         if value is default_profiler_schedule()():

@@ -316,13 +316,13 @@ def layer_ranges(num_layers: int, num_stages: int, partition: Partition = "count
         return even
     if len(partition) != num_stages:
         raise ConfigurationError(
-            f"PlanningOptions(partition={partition!r}) describes {counted(len(partition), 'stage')}; pipeline_parallel_size is"
-            f" {num_stages}: give a number for each stage."
+            f"PlanningOptions(partition={partition!r}) describes {counted(len(partition), 'stage')};"
+            f" pipeline_parallel_size is {num_stages}: give a number for each stage."
         )
     if (layers := sum(partition)) != num_layers:
         raise ConfigurationError(
-            f"PlanningOptions(partition={partition!r}) distributes {counted(layers, 'layer')}; the model has {num_layers}: give numbers"
-            " with that sum."
+            f"PlanningOptions(partition={partition!r}) distributes {counted(layers, 'layer')}; the model has"
+            f" {num_layers}: give numbers with that sum."
         )
     return held_ranges((0, *accumulate(partition)))
 
