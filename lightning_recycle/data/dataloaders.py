@@ -16,7 +16,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
-import os
 import pickle
 import random
 from collections import deque
@@ -45,6 +44,7 @@ from torch.utils.data import (
 )
 
 from lightning_recycle.arguments import is_integer
+from lightning_recycle.engines.worker_environment import is_started_by_hand
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.randomness import GENERATORS, seeded_everything
 from lightning_recycle.tensor_memory import checksum, memory_of
@@ -210,7 +210,7 @@ def check_dataloader(dataloader: Any, microbatches: int | None, by_default: bool
         raise ConfigurationError(
             f"batch_size={batch_size} (per pipeline) is not divisible by num_microbatches={microbatches}{default}. Use"
             f" a batch_size that is a multiple of {microbatches}, or ReCycleStrategy(num_microbatches=...) with"
-            f" {' or '.join(map(str, divisors))}."
+            f" one of {divisors}."
         )
 
 
@@ -296,7 +296,7 @@ def digest_of(order: Sequence[Any]) -> str:
 
 def different(name: str, subject: str) -> str:
     """Error message for data that differ between workers."""
-    if "RECYCLE_COORDINATOR" in os.environ:  # another program starts the workers
+    if is_started_by_hand():
         remedy = "Call L.seed_everything(0) first: every worker runs the whole script."
     else:
         remedy = (

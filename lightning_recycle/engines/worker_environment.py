@@ -97,6 +97,11 @@ def connect_seconds(environ: Mapping[str, str] = os.environ) -> float:
     return seconds
 
 
+def is_started_by_hand(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether another program than this package's launcher has started this worker."""
+    return "RECYCLE_COORDINATOR" in environ
+
+
 def has_no_successor(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether this worker's starter, ``recycle-run``, replaces none that got SIGTERM."""
     return bool(environ.get("RECYCLE_AGENT"))
