@@ -201,7 +201,7 @@ class LocalWorker(WorkerHandle):
     def _describe_exit(self) -> str:
         """The fork server, the parent, passes on the exit code of the kernel."""
         if not wait([self._process.sentinel], _STATUS_SECONDS) or not self._has_exit_code():
-            return "it ended; how is not known, because the fork server that started it is gone"
+            return "it ended; how is not known, because the fork server that started it did not report it"
         self._process.join(_STATUS_SECONDS)
         code: int = self._process.exitcode
         if code < 0:
