@@ -187,7 +187,7 @@ class Reception:
 
 
 def described(first: FirstMessage) -> str:
-    """The sender of ``await_first``, in words."""
+    """The sender of ``first``, in words."""
     return f"a worker (process {first.pid} of {first.node or 'a machine'})"
 
 
