@@ -41,7 +41,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_recycle import PipelineModule, ReCycleStrategy
-from lightning_recycle.control.network.addresses import free_port
+from lightning_recycle.control.network.addresses_and_keys import free_port
 
 WORKERS, BATCH, STEPS, STEP_SECONDS = 4, 16, 120, 0.05
 TOLERANCE = 1e-10

@@ -46,7 +46,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from lightning_recycle.planning.grid import Grid
-from lightning_recycle.runtime.direct_transports import Transport
+from lightning_recycle.runtime.groups_and_transports import Transport
 from lightning_recycle.runtime.nccl.nccl_library import CudaStreams, NcclLibrary
 from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport
 from lightning_recycle.runtime.stage import Stage

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from lightning_recycle.model.module import PipelineModule
     from lightning_recycle.planning.planner import PlanningOptions
     from lightning_recycle.runtime.deferred import defer_weight_grad
-    from lightning_recycle.runtime.direct_transports import CommunicationOptions
+    from lightning_recycle.runtime.groups_and_transports import CommunicationOptions
     from lightning_recycle.session.configuration import CheckpointOptions, MonitoringOptions, RayEngine
     from lightning_recycle.strategy import ReCycleStrategy
 
@@ -57,7 +57,7 @@ __all__ = [
 
 _LAZY = {
     "CheckpointOptions": "lightning_recycle.session.configuration",
-    "CommunicationOptions": "lightning_recycle.runtime.direct_transports",
+    "CommunicationOptions": "lightning_recycle.runtime.groups_and_transports",
     "Event": "lightning_recycle.control.monitoring.history",
     "LayerSpec": "lightning_recycle.model.module",
     "MonitoringOptions": "lightning_recycle.session.configuration",

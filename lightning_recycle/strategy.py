@@ -37,8 +37,8 @@ from lightning_recycle.model.chain_parts import is_meant_to_be_cut
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.planner import PlanningOptions
 from lightning_recycle.planning.schedule import Schedule
-from lightning_recycle.runtime.direct_transports import CommunicationOptions
 from lightning_recycle.runtime.executor import Executor
+from lightning_recycle.runtime.groups_and_transports import CommunicationOptions
 from lightning_recycle.runtime.nccl.nccl_transport import check_transport
 from lightning_recycle.session.checkpoint_callbacks import await_stage
 from lightning_recycle.session.checkpoint_files import WholeCheckpointIO
@@ -48,6 +48,8 @@ from lightning_recycle.session.configuration import (
     MonitoringOptions,
     Options,
     RayEngine,
+    check_shards,
+    plans_checked,
 )
 from lightning_recycle.session.gradient_clipping import OptimizerStep
 from lightning_recycle.session.lightning_internals import (
@@ -58,7 +60,6 @@ from lightning_recycle.session.lightning_internals import (
 )
 from lightning_recycle.session.optimizer_states import stepping_on_shards
 from lightning_recycle.session.session import Session
-from lightning_recycle.session.trainer_checks import check_shards, plans_checked
 
 
 @suggests_options

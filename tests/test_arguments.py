@@ -23,7 +23,7 @@ from lightning_recycle import (
     VerificationOptions,
 )
 from lightning_recycle.arguments import OptionGroup
-from lightning_recycle.launch.run_attempt import _shown_at
+from lightning_recycle.launch.launcher import _shown_at
 from lightning_recycle.session.configuration import Options
 
 OF_LIGHTNING = {"accelerator", "checkpoint_io", "precision_plugin"}

@@ -211,7 +211,7 @@ except ImportError as error:
 
 # docs/architecture.md lists the modules that use them; when one changes, this fails first.
 PRIVATE = {
-    "lightning_recycle.runtime.groups": [
+    "lightning_recycle.runtime.groups_and_transports": [
         "torch.distributed:ProcessGroupGloo",
         "torch.distributed:ProcessGroupGloo._Options",
         "torch.distributed:ProcessGroupGloo.create_device",

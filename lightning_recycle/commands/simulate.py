@@ -33,7 +33,7 @@ from lightning_recycle.arguments import choice, whole
 from lightning_recycle.commands import Output, run_command, switch
 from lightning_recycle.errors import ConfigurationError, counted
 from lightning_recycle.files import refusing, write_json
-from lightning_recycle.simulation.results import FIGURES
+from lightning_recycle.simulation.simulated_run import FIGURES
 from lightning_recycle.simulation.training_model import GPUS
 from lightning_recycle.traces import load_trace
 from lightning_recycle.visualize import records

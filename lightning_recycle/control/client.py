@@ -28,7 +28,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
-from lightning_recycle.control.network.addresses import shown
+from lightning_recycle.control.network.addresses_and_keys import shown
 from lightning_recycle.control.network.connection import SIGN_SECONDS, BadMessageError, connect, connections
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.member import Hold, Interrupted, Member

@@ -26,8 +26,8 @@ from lightning_recycle.arguments import (
     suggests_options,
 )
 from lightning_recycle.control.plans.drift import DriftOptions
-from lightning_recycle.control.plans.layout_choice import Rebalance
 from lightning_recycle.control.plans.plan_provider import PlanProvider
+from lightning_recycle.control.plans.run_plans import Rebalance
 from lightning_recycle.control.protocol.messages import RunRequest, Setting, Unfit
 from lightning_recycle.control.protocol.state import POLICIES
 from lightning_recycle.errors import ConfigurationError, counted

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 
 from lightning_recycle.arguments import SECONDS, command_parser, flag_value, integer, unknown_variables
 from lightning_recycle.control.monitoring.logs import install_if_wanted
-from lightning_recycle.control.network import addresses
-from lightning_recycle.control.network.keys import key_from_environment
+from lightning_recycle.control.network import addresses_and_keys as addresses
+from lightning_recycle.control.network.addresses_and_keys import key_from_environment
 from lightning_recycle.engines.agent import Agent, Printer, ProcessCommand
 from lightning_recycle.engines.slurm import Meeting, SlurmTask, own_address, task_of
 from lightning_recycle.engines.worker_environment import check_workers_environment

@@ -22,7 +22,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_recycle.control.network.addresses import address_from, family_of, free_port, own_address_towards, shown
+from lightning_recycle.control.network.addresses_and_keys import (
+    address_from,
+    family_of,
+    free_port,
+    own_address_towards,
+    shown,
+)
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.files import replacing
 

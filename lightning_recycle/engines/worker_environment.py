@@ -14,8 +14,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lightning_recycle.control.network.addresses import address_from, free_port, machine_name
-from lightning_recycle.control.network.keys import key_from_environment
+from lightning_recycle.control.network.addresses_and_keys import (
+    address_from,
+    free_port,
+    key_from_environment,
+    machine_name,
+)
 from lightning_recycle.errors import ConfigurationError
 
 

@@ -33,7 +33,7 @@ from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.planning.costs import Profile, load_profile
 from lightning_recycle.planning.grid import Grid, Positions
 from lightning_recycle.planning.planner import PlanningOptions
-from lightning_recycle.session import trainer_checks
+from lightning_recycle.session import configuration
 from lightning_recycle.session.checkpoint_callbacks import check_pruning, check_weight_averaging
 from lightning_recycle.session.configuration import FILE_BYTES, LARGE_BYTES, Gathering, Options, RunSetup
 from lightning_recycle.session.gradient_clipping import steps_alone
@@ -135,7 +135,7 @@ class PreparedRun:
         """Samples of a step; None if unknown before the data is loaded."""
         if not self.call.fits or self.call.trainer.accumulate_grad_batches != 1:
             return None
-        sizes = [batch_size_of(loader) for loader in trainer_checks.loaders_in(self.call.loaders)]
+        sizes = [batch_size_of(loader) for loader in configuration.loaders_in(self.call.loaders)]
         return sizes[0] * self.setup.batch_pipelines if len(sizes) == 1 and sizes[0] is not None else None
 
     def find_profile(self) -> tuple[Path | None, Profile | None]:
@@ -175,10 +175,10 @@ def prepare(
     module = trainer.lightning_module
     module.trainer = trainer  # from now on what describing the layers raises is raised once, below
     assert trainer.state.fn is not None
-    trainer_checks.check_trainer(trainer, outside, options.is_remote)
+    configuration.check_trainer(trainer, outside, options.is_remote)
     if call.loaders is None and call.data.get("datamodule") is None:
-        trainer_checks.check_data_hook(module, _EVALUATED.get(trainer.state.fn, "train_dataloaders").removesuffix("s"))
-    sizes = [size for loader in trainer_checks.loaders_in(call.loaders) if (size := batch_size_of(loader)) is not None]
+        configuration.check_data_hook(module, _EVALUATED.get(trainer.state.fn, "train_dataloaders").removesuffix("s"))
+    sizes = [size for loader in configuration.loaders_in(call.loaders) if (size := batch_size_of(loader)) is not None]
     batch_size = math.gcd(*sizes) if sizes else None
     is_cut = is_meant_to_be_cut(module, options.layers)
     grid = options.choose_grid(strategy.num_positions, batch_size, can_be_cut=is_cut)
@@ -188,13 +188,13 @@ def prepare(
     check_weight_averaging(trainer, parts)
     check_pruning(trainer, grid.stages)
     if options.members > 1:
-        trainer_checks.check_members(trainer, options)
+        configuration.check_members(trainer, options)
     if outside is None and not options.is_remote:
         _check_devices(strategy.num_devices, grid, options)
-    trainer_checks.check_loaders(call.loaders, grid.microbatches if call.fits else None)
+    configuration.check_loaders(call.loaders, grid.microbatches if call.fits else None)
     if call.fits:
-        trainer_checks.check_loss(module)
-        trainer_checks.check_loaders(call.arguments.get("val_dataloaders"), None)
+        configuration.check_loss(module)
+        configuration.check_loaders(call.arguments.get("val_dataloaders"), None)
     stages = parts.cut(grid.stages, options.planning.partition)
     if options.members > 1 and parts.ties(stages):
         raise UnsupportedFeatureError(
@@ -203,7 +203,7 @@ def prepare(
         )
     if outside is None:
         _check_folders(options.planning)
-    trainer_checks.warn_of_lost_compilation(module)
+    configuration.warn_of_lost_compilation(module)
     heartbeat = _prepare_callbacks(trainer, Positions(grid, math.prod(options.mesh_sizes)))
     for logger in trainer.loggers:
         _ = logger.version  # chosen here; otherwise every new leader would choose a new one

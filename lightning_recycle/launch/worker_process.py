@@ -23,7 +23,7 @@ from typing import Any, TypeVar, cast
 from lightning_recycle.callbacks import PlanMonitor
 from lightning_recycle.control.client import EXIT_INTERRUPTED, EXIT_RAISED, ControlClient, in_words, unpack
 from lightning_recycle.control.monitoring.logs import describe_process, install_if_wanted
-from lightning_recycle.control.network.addresses import machine_name, shown
+from lightning_recycle.control.network.addresses_and_keys import machine_name, shown
 from lightning_recycle.control.network.connection import Refused, VersionMismatch
 from lightning_recycle.control.options import settings_of
 from lightning_recycle.control.protocol.messages import Assign, Crash, RunRequest, Setting

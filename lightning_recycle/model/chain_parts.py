@@ -25,7 +25,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
-from lightning_recycle.model import call_trace
+from lightning_recycle.model import chains
 from lightning_recycle.model.chains import Chain, LayerPaths, SideRecorder, SideValue, find_chain
 from lightning_recycle.model.layers import Tie, layer_ranges, names_by_parameter, set_weights, share
 from lightning_recycle.model.module import PipelineModule
@@ -97,21 +97,21 @@ class ChainParts(ModelParts):
         self._dropped: list[tuple[nn.Module, str, nn.Module]] = []
         for index, layer in enumerate(layers):
             if index not in owned:
-                stub = call_trace.RemoteLayer(chain.paths[index], layer, index)
+                stub = chains.RemoteLayer(chain.paths[index], layer, index)
                 for parent in list(module.modules()):
                     for name in [name for name, child in modules_of(parent).items() if child is layer]:
                         self._drop(parent, name, stub)
         if not self._is_first and not self._is_last:
             for path, outside in self._held.outside:
                 parent_path, _, name = path.rpartition(".")
-                self._drop(module.get_submodule(parent_path), name, call_trace.AbsentPart(path, outside))
+                self._drop(module.get_submodule(parent_path), name, chains.AbsentPart(path, outside))
         remaining = set(module.modules())
         for _, _, original in self._dropped:
             for dropped in set(original.modules()) - remaining:
                 _release(dropped)
         last = len(layers) - 1
         self._watched = {
-            index: call_trace.watch(layers[index], chain.paths[index], index, last=index == last) for index in owned
+            index: chains.watch(layers[index], chain.paths[index], index, last=index == last) for index in owned
         }
         redirect_forward(module, chain.paths, lambda asked: module.trainer.strategy.forward_whole(asked))  # type: ignore[attr-defined]
 
@@ -138,7 +138,7 @@ class ChainParts(ModelParts):
         finally:
             for index, layer in zip(layers, modules, strict=True):
                 path, is_last = self.chain.paths[index], index == len(self.chain.paths) - 1
-                self._watched[index] = call_trace.watch(layer, path, index, last=is_last)
+                self._watched[index] = chains.watch(layer, path, index, last=is_last)
 
     def _unwatch(self, index: int) -> None:
         for handle in self._watched.pop(index):
@@ -163,7 +163,7 @@ class ChainParts(ModelParts):
         for parent, name, original in self._dropped:
             modules_of(parent)[name] = original
 
-    def _drop(self, parent: nn.Module, name: str, stub: call_trace.AbsentPart) -> None:
+    def _drop(self, parent: nn.Module, name: str, stub: chains.AbsentPart) -> None:
         stub.to(self.module.device)
         self._dropped.append((parent, name, parent.get_submodule(name)))
         modules_of(parent)[name] = stub
@@ -321,13 +321,13 @@ class _FirstStage(_ChainStage):
     @override
     def forward(self, *arguments: Any) -> tuple[Tensor, ...]:
         parts = self._parts
-        tracer = call_trace.ChainTracer(parts.chain, self._name(), parts.owned.stop)
+        tracer = chains.ChainTracer(parts.chain, self._name(), parts.owned.stop)
         recorder = SideRecorder(parts.around())
         try:
             with recorder.on(), tracer.on():
                 self.step(*arguments)
             tracer.finish()  # raises: the end of the chain was not reached
-        except call_trace.ChainEnd:  # what the step recorded so far was taken back, and is recorded on the last stage
+        except chains.ChainEnd:  # what the step recorded so far was taken back, and is recorded on the last stage
             pass
         assert tracer.sent is not None
         calls = {index: tracer.calls[index] for index in parts.middle}
@@ -349,8 +349,8 @@ class _MiddleStage(nn.Module):
         with recorder.on():
             for index, layer in zip(owned, self.layers, strict=True):
                 args, kwargs = calls.pop(index).with_hidden(hidden)
-                hidden, shape = call_trace.ReturnShape.of(layer(*args, **kwargs), chain.whole[index])
-        tracer = call_trace.ChainTracer(chain, f"layer {chain.paths[owned[-1]]!r}")
+                hidden, shape = chains.ReturnShape.of(layer(*args, **kwargs), chain.whole[index])
+        tracer = chains.ChainTracer(chain, f"layer {chain.paths[owned[-1]]!r}")
         return _message(tracer, hidden, shape, calls, {**side_values, **recorder.found})
 
 
@@ -361,7 +361,7 @@ class _LastStage(_ChainStage):
     def forward(self, message: tuple[Tensor, ...], *arguments: Any) -> Any:
         hidden, shape, _, side_values = _value(*message)
         parts = self._parts
-        tracer = call_trace.ChainTracer(
+        tracer = chains.ChainTracer(
             parts.chain, self._name(), parts.owned.start, (hidden, shape), parts.module, side_values
         )
         with tracer.on():
@@ -371,10 +371,10 @@ class _LastStage(_ChainStage):
 
 
 def _message(
-    tracer: call_trace.ChainTracer,
+    tracer: chains.ChainTracer,
     hidden: Any,
-    shape: call_trace.ReturnShape,
-    calls: Mapping[int, call_trace.Call],
+    shape: chains.ReturnShape,
+    calls: Mapping[int, chains.Call],
     side_values: Mapping[int, Sequence[SideValue]],
 ) -> tuple[Tensor, ...]:
     """Message to the next stage: its value, calls of middle layers, side values."""
@@ -386,7 +386,7 @@ def _message(
             " pass tensors, numbers, strings, and lists and dicts of them"
         ) from error
     for tensor in tensors:
-        if isinstance(tensor, call_trace.RemoteTensor):
+        if isinstance(tensor, chains.RemoteTensor):
             raise tracer.error(f"gives {tensor.what} to another layer than the next one")
     return (torch.frombuffer(bytearray(skeleton), dtype=torch.uint8), *tensors)
 

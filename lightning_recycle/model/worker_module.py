@@ -30,7 +30,7 @@ from typing_extensions import override
 
 from lightning_recycle.data.step_sources import StepHandle, as_one_step
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
-from lightning_recycle.model.call_trace import is_cache, is_tracing
+from lightning_recycle.model.chains import is_cache, is_tracing
 from lightning_recycle.randomness import step_randomness
 from lightning_recycle.torch_internals import tree_leaves
 

@@ -1,10 +1,11 @@
 """The list-scheduling heuristic: a good plan for any failures, immediately.
 
 It plays the iteration forward in time under a priority rule (:mod:`list_scheduling`), searches for the best rule
-(:mod:`rule_search`), then for an order that is as fast with less memory, and fuses the backwards that were split for
-nothing. Where memory makes that slow, forwards may be computed again (:func:`with_recomputation`). Identical pipelines,
-as without failures, are planned once and copied. Where workers differ in speed, two distributions of the micro-batches
-are searched. Plans are deterministic and keep within memory and in-flight limits.
+(:mod:`~lightning_recycle.planning.list_scheduling`), then for an order that is as fast with less memory, and fuses the
+backwards that were split for nothing. Where memory makes that slow, forwards may be computed again
+(:func:`with_recomputation`). Identical pipelines, as without failures, are planned once and copied. Where workers
+differ in speed, two distributions of the micro-batches are searched. Plans are deterministic and keep within memory and
+in-flight limits.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from lightning_recycle.arguments import whole
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.costs import Memory
 from lightning_recycle.planning.grid import Grid, Microbatch, Op, OpKind, ScheduledOp, Worker
-from lightning_recycle.planning.list_scheduling import fixed_pattern, one_f_one_b
+from lightning_recycle.planning.list_scheduling import Solution, fixed_pattern, one_f_one_b, search, with_least_memory
 from lightning_recycle.planning.problem import Problem, lower_bound
 from lightning_recycle.planning.routing import (
     COMPACT_FROM,
@@ -30,7 +31,6 @@ from lightning_recycle.planning.routing import (
     reroute,
     worth_compacting,
 )
-from lightning_recycle.planning.rule_search import Solution, search, with_least_memory
 from lightning_recycle.planning.schedule import Schedule, gc_paused, is_better
 from lightning_recycle.planning.timing import (
     BACKWARD,

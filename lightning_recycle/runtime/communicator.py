@@ -1,8 +1,8 @@
 """Messages between workers: connections, values between stages, sums in a stage.
 
-All groups are raw Gloo objects of their generation (:mod:`~lightning_recycle.runtime.groups`), without a default
-process group, and separate for activations and gradients: with tags instead, Gloo's event loop spins while the main
-thread holds a connection's lock (measured: half of its processor time). Connecting happens in a thread that can be
+All groups are raw Gloo objects of their generation (:mod:`~lightning_recycle.runtime.groups_and_transports`), without a
+default process group, and separate for activations and gradients: with tags instead, Gloo's event loop spins while the
+main thread holds a connection's lock (measured: half of its processor time). Connecting happens in a thread that can be
 abandoned.
 
 **Aborts.** Gloo's ``abort`` does nothing and a blocked ``wait`` cannot be interrupted (torch 2.13), so an abort, from
@@ -21,7 +21,7 @@ A damaged value ends the attempt at a step, as a broken connection does; after t
 unreachable.
 
 **Sums** of small tensors go without Gloo, some by the transport from device to device
-(:mod:`~lightning_recycle.runtime.direct_transports`), others by Gloo through the host's memory.
+(:mod:`~lightning_recycle.runtime.groups_and_transports`), others by Gloo through the host's memory.
 
 **Objects** travel as a pickle and the bytes of their tensors, in values of some megabytes, each acknowledged, several
 under way at a time. They arrive on the CPU, so neither side needs room on its device.
@@ -49,13 +49,14 @@ from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOption
 
 from lightning_recycle.devices import is_accelerator
 from lightning_recycle.errors import ReCycleError
-from lightning_recycle.runtime.direct_transports import SmallAllreduce, Transport
-from lightning_recycle.runtime.groups import (
+from lightning_recycle.runtime.groups_and_transports import (
     CommunicationError,
     Group,
     GroupFactory,
     GroupPlan,
     Rendezvous,
+    SmallAllreduce,
+    Transport,
     UnreachableError,
 )
 from lightning_recycle.runtime.machine_errors import is_machine_error

@@ -26,7 +26,7 @@ from lightning_recycle.planning.program import Program, Task
 from lightning_recycle.runtime.communicator import receive_object, send_object
 from lightning_recycle.runtime.executor_callbacks import CommitPayload, RecordOutput, StepResult
 from lightning_recycle.runtime.gradients import AccumulationPart
-from lightning_recycle.runtime.groups import CommunicationError, UnreachableError
+from lightning_recycle.runtime.groups_and_transports import CommunicationError, UnreachableError
 from lightning_recycle.runtime.machine_errors import is_device_error, place_of, readers_may_die
 from lightning_recycle.runtime.stage_bundle import LayerKeeper, LayerMoves
 from lightning_recycle.runtime.step_runner import READING, Step, StepRunner

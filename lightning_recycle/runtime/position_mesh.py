@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import placement_types
 
 from lightning_recycle.errors import UnsupportedFeatureError
-from lightning_recycle.runtime.groups import CommunicationError, Group, GroupPlan
+from lightning_recycle.runtime.groups_and_transports import CommunicationError, Group, GroupPlan
 from lightning_recycle.tensor_memory import DATA_PARALLEL, TENSOR_PARALLEL, is_divided_by
 from lightning_recycle.torch_internals import tree_leaves, tree_map_only
 

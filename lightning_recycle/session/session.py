@@ -20,6 +20,7 @@ from lightning_recycle.model.chain_parts import parts_of
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.model.worker_module import CallResult, RecordedModule, recorded, restore_class
 from lightning_recycle.runtime.executor import Executor
+from lightning_recycle.runtime.verification import alike, copies_differ, fingerprint, sums_of_copies
 from lightning_recycle.session.checkpoint_callbacks import CallbackCheckpoints, leave_saves_alone
 from lightning_recycle.session.gradient_clipping import complete_norms
 from lightning_recycle.session.lightning_internals import prepare_data_within, skip_needless_moves
@@ -28,7 +29,6 @@ from lightning_recycle.session.microbatch_changes import MicrobatchChanges
 from lightning_recycle.session.object_attributes import number_hooks
 from lightning_recycle.session.optimizer_states import parameters_by_name
 from lightning_recycle.session.output_recorder import OutputRecorder
-from lightning_recycle.session.replica_checks import alike, copies_differ, fingerprint, sums_of_copies
 from lightning_recycle.session.reporting import (
     LogRelay,
     keep_files,

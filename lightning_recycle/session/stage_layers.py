@@ -56,6 +56,13 @@ from lightning_recycle.runtime.stage_bundle import StageBundle, StageTies
 from lightning_recycle.runtime.step_measurements import StepMeasurements
 from lightning_recycle.runtime.step_runner import StepRunner
 from lightning_recycle.session.checkpoint_callbacks import enter_stage
+from lightning_recycle.session.configuration import (
+    check_graphs,
+    check_optimizers,
+    check_sharded_layers,
+    check_trained,
+    several_optimizers_refused,
+)
 from lightning_recycle.session.gradient_clipping import commit_requirements, may_change_gradients, scaler_of
 from lightning_recycle.session.manual_steps import ManualSteps, ManualStepState
 from lightning_recycle.session.optimizer_states import (
@@ -66,13 +73,6 @@ from lightning_recycle.session.optimizer_states import (
     trained_by_name,
 )
 from lightning_recycle.session.output_recorder import OutputRecorder
-from lightning_recycle.session.trainer_checks import (
-    check_graphs,
-    check_optimizers,
-    check_sharded_layers,
-    check_trained,
-    several_optimizers_refused,
-)
 from lightning_recycle.session.worker_context import WorkerContext
 from lightning_recycle.tensor_memory import local_part, part_like, put_together, take_apart
 from lightning_recycle.torch_internals import buffers_of, parameters_of, replace_tensors

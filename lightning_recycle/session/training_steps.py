@@ -33,6 +33,7 @@ from lightning_recycle.runtime.executor_callbacks import StepResult
 from lightning_recycle.runtime.gradients import AccumulationPart
 from lightning_recycle.runtime.machine_errors import suspicion_of
 from lightning_recycle.runtime.stage_bundle import StageBundle, StageTies
+from lightning_recycle.runtime.verification import StateChecks, optimizer_options
 from lightning_recycle.session.checkpoint_callbacks import CallbackCheckpoints, remember_saves
 from lightning_recycle.session.gradient_clipping import (
     OptimizerStep,
@@ -54,7 +55,6 @@ from lightning_recycle.session.manual_steps import ManualSteps
 from lightning_recycle.session.microbatch_changes import MicrobatchEffects
 from lightning_recycle.session.optimizer_states import parameters_by_name, trained_by_name, unoptimized_parameters
 from lightning_recycle.session.output_recorder import OutputRecorder
-from lightning_recycle.session.replica_checks import StateChecks, optimizer_options
 from lightning_recycle.session.stage_layers import StageBuilder, StageLayers
 from lightning_recycle.session.step_loaders import StepLoaders
 from lightning_recycle.session.worker_context import Preemption, StopRequests, WorkerContext

@@ -30,8 +30,7 @@ from lightning_recycle.simulation.recycle_and_common_policies import (
     Restart,
     Spares,
 )
-from lightning_recycle.simulation.results import Cause, SimulationResult, State
-from lightning_recycle.simulation.simulated_run import repeat, simulate
+from lightning_recycle.simulation.simulated_run import Cause, SimulationResult, State, repeat, simulate
 from lightning_recycle.simulation.training_model import (
     Cluster,
     Gpu,

@@ -1,16 +1,307 @@
-"""Charts of the report: axes and shapes that the page's template writes as SVG.
+"""Charts as SVG: Gantt charts of schedules, and those of the report.
 
-A chart is as wide as a phone and has no colours of its own: shapes carry classes, which the page's style sheet colours
-for light and dark. All shapes of a series have the class ``s-<key>``, by which the legend switches them on and off; the
-page shows ``data-tip`` under the pointer.
+A Gantt chart has a row per worker and a box per operation. Colour is the kind of operation, the number in a box is the
+micro-batch; a box with an orange frame and hatching is a dead worker's micro-batch that a peer adopted ("1.3" is
+micro-batch 3 of pipeline 1); a dead worker has a grey row. The title of a box appears under the mouse.
+
+A chart of the report is axes and shapes, which the page's template writes as SVG. It is as wide as a phone and has no
+colours of its own: shapes carry classes, which the page's style sheet colours for light and dark. All shapes of a
+series have the class ``s-<key>``, by which the legend switches them on and off; the page shows ``data-tip`` under the
+pointer.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
+from xml.sax.saxutils import escape, quoteattr
+
+from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.files import write_atomically
+from lightning_recycle.planning.grid import OpKind, ScheduledOp, Worker
+from lightning_recycle.planning.schedule import Schedule
+
+
+class _Look(NamedTuple):
+    """Colour, legend text and text colour of a kind of operation."""
+
+    color: str
+    meaning: str
+    ink: str = "#ffffff"
+
+
+_FONT = "DejaVu Sans, Verdana, Helvetica, Arial, sans-serif"
+_INK, _MUTED, _FAINT, _DEAD, _END = "#222222", "#555555", "#d5d9de", "#c9c9c9", "#c92a2a"
+_ADOPTED, _ADOPTED_HATCH, _DEAD_HATCH = "#d9480f", "#f6b48f", "#e2e2e2"
+_LOOKS = {
+    OpKind.FORWARD: _Look("#4a86c8", "F  forward"),
+    OpKind.RECOMPUTE: _Look("#a9c8ea", "R  forward, again", _INK),
+    OpKind.BACKWARD_INPUT: _Look("#3f9b66", "B  backward, inputs"),
+    OpKind.BACKWARD_WEIGHT: _Look("#b5dcb9", "W  backward, weights", _INK),
+    OpKind.BACKWARD: _Look("#6f9f3f", "BW  backward, fused"),
+    OpKind.REDUCE: _Look("#f0b429", "REDUCE", _INK),
+    OpKind.STEP: _Look("#8e5bb5", "STEP"),
+}
+
+_MARGIN, _LABELS, _ROW, _GAP, _PIPELINE_GAP = 16.0, 128.0, 22.0, 2.0, 9.0
+_LEFT = _MARGIN + _LABELS
+_TITLE, _AXIS, _PANEL_GAP = 34.0, 24.0, 18.0
+_MARK = 4.0  # width of an operation that takes no time
+
+
+def gantt_svg(
+    schedules: Schedule | Sequence[Schedule],
+    titles: Sequence[str] | None = None,
+    *,
+    unit: str = "slots",
+    iterations: int = 1,
+    width: float = 1200.0,
+) -> str:
+    """The chart as an SVG document.
+
+    Args:
+        schedules: one schedule, or several to stack on one time scale.
+        titles: one per schedule; by default the grid and the failed workers.
+        unit: the unit of the schedules' costs, for the axis.
+        iterations: number of consecutive iterations to draw, each shifted by the period and paler than the one before.
+        width: width of the picture in pixels.
+
+    Raises:
+        ConfigurationError: when there is nothing to draw, or the wrong number of titles.
+    """
+    panels = [schedules] if isinstance(schedules, Schedule) else list(schedules)
+    if not panels:
+        raise ConfigurationError("no schedule to draw: give at least one.")
+    if iterations < 1:
+        raise ConfigurationError(f"iterations={iterations}: give at least 1.")
+    names = list(map(_default_title, panels)) if titles is None else list(titles)
+    if len(names) != len(panels):
+        raise ConfigurationError(f"{len(names)} titles for {len(panels)} schedules: give one title for each.")
+    end = max(
+        op.end + (iterations - 1) * schedule.period
+        for schedule in panels
+        for ops in schedule.workers.values()
+        for op in ops
+    )
+    chart = _Chart(unit, iterations, width, end, (width - _LEFT - _MARGIN - 8) / (end or 1.0))
+    y, groups = _MARGIN / 2, []
+    for schedule, name in zip(panels, names, strict=True):
+        panel, y = chart.panel(schedule, name, y)
+        groups += panel
+        y += _PANEL_GAP
+    legend, y = chart.legend(panels, y)
+    return _document([*groups, legend], width, y + _MARGIN / 2)
+
+
+def save_gantt(
+    path: str | PathLike[str],
+    schedules: Schedule | Sequence[Schedule],
+    titles: Sequence[str] | None = None,
+    **options: Any,
+) -> Path:
+    """Write the chart to ``path``, which ends with .svg; see :func:`gantt_svg`.
+
+    Raises:
+        ConfigurationError: for another suffix, and as :func:`gantt_svg`.
+    """
+    target = Path(path)
+    if target.suffix.lower() != ".svg":
+        raise ConfigurationError(f"cannot draw to {str(target)!r}: use a name that ends with .svg.")
+    write_atomically(target, gantt_svg(schedules, titles, **options))
+    return target
+
+
+# -- elements ----------------------------------------------------------------------------------------------------------
+
+
+def _document(groups: Iterable[str], width: float, height: float) -> str:
+    size = f'width="{width:g}" height="{height:g}" viewBox="0 0 {width:g} {height:g}"'
+    hatches = "".join(
+        f'<pattern id="hatch-{color[1:]}" width="6" height="6" patternUnits="userSpaceOnUse" '
+        f'patternTransform="rotate(45)"><path d="M0 0V6" stroke="{color}" stroke-width="2"/></pattern>\n'
+        for color in (_ADOPTED, _DEAD_HATCH)
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="{_FONT}">\n<defs>\n{hatches}</defs>\n'
+        f'<rect width="{width:g}" height="{height:g}" fill="#ffffff"/>\n' + "".join(groups) + "</svg>\n"
+    )
+
+
+def _group(name: str, elements: Iterable[str]) -> str:
+    return f"<g data-name={quoteattr(name)}>\n" + "".join(elements) + "</g>\n"
+
+
+def _rect(
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    fill: str,
+    *,
+    stroke: str = "",
+    stroke_width: float = 1.0,
+    hatch: str = "",
+    opacity: float = 1.0,
+    tip: str = "",
+) -> str:
+    """A filled rectangle; ``hatch`` is the colour of diagonal lines on it."""
+    box = f'x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}"'
+    look = f' opacity="{opacity:g}"' if opacity < 1 else ""
+    frame = f' stroke="{stroke}" stroke-width="{stroke_width:g}"' if stroke else ""
+    title = f"<title>{escape(tip)}</title>" if tip else ""
+    if not hatch:
+        return f'<rect {box} fill="{fill}"{look}{frame}>{title}</rect>\n'
+    lines = f'<rect {box} fill="url(#hatch-{hatch[1:]})"{look}{frame}>{title}</rect>\n'
+    return f'<rect {box} fill="{fill}"{look}>{title}</rect>\n{lines}'
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, stroke: str, width: float, *, dashed: bool = False) -> str:
+    dash = ' stroke-dasharray="5 4"' if dashed else ""
+    return f'<path d="M{x1:.2f} {y1:.2f}L{x2:.2f} {y2:.2f}" stroke="{stroke}" stroke-width="{width:g}"{dash}/>\n'
+
+
+def _text(
+    x: float,
+    y: float,
+    text: str,
+    *,
+    size: float = 11.0,
+    fill: str = _INK,
+    anchor: str = "start",
+    bold: bool = False,
+) -> str:
+    """One line of text with its vertical middle at ``y``."""
+    weight = ' font-weight="bold"' if bold else ""
+    # 0.35 em below the middle is the baseline; "dominant-baseline" is not supported everywhere.
+    place = f'x="{x:.2f}" y="{y + 0.35 * size:.2f}" text-anchor="{anchor}"'
+    return f'<text {place} font-size="{size:g}" fill="{fill}"{weight}>{escape(text)}</text>\n'
+
+
+# -- layout ------------------------------------------------------------------------------------------------------------
+
+
+def _default_title(schedule: Schedule) -> str:
+    failed = ", ".join(map(str, sorted(schedule.failed)))
+    return f"{schedule.grid} {'without ' + failed if failed else 'fault-free'}"
+
+
+def _tick(end: float) -> float:
+    """Distance between the axis' labels: 1, 2 or 5 times a power of ten."""
+    if end <= 0:
+        return 1.0
+    power = 10.0 ** math.floor(math.log10(end / 20))
+    return next(step for step in (power, 2 * power, 5 * power, 10 * power) if end / step <= 20 + 1e-9)
+
+
+class _Chart(NamedTuple):
+    """Measures of all panels: ``end`` in units of time, ``scale`` in pixels for each."""
+
+    unit: str
+    iterations: int
+    width: float
+    end: float
+    scale: float
+
+    def panel(self, schedule: Schedule, name: str, top: float) -> tuple[list[str], float]:
+        """One schedule from ``top`` down, and its lower end."""
+        grid = schedule.grid
+        numbers = f"makespan {schedule.makespan:.4g}, period {schedule.period:.4g} {self.unit}"
+        middle = top + _TITLE / 2
+        heading = [
+            _text(_MARGIN, middle, name, size=15.0, bold=True),
+            _text(self.width - _MARGIN, middle, numbers, size=12.0, fill=_MUTED, anchor="end"),
+        ]
+        rows: list[str] = []
+        y = first_row = top + _TITLE
+        for pipeline in range(grid.lanes):
+            middle = y + (grid.stages * (_ROW + _GAP) - _GAP) / 2
+            label = _text(_MARGIN, middle, f"pipeline {pipeline}", fill=_MUTED, size=12.0)
+            rows.append(_group(f"pipeline {pipeline}", [label]))
+            for stage in range(grid.stages):
+                worker = Worker(pipeline, stage)
+                rows.append(_group(f"worker {worker}", self._row(schedule, worker, y)))
+                y += _ROW + _GAP
+            y += _PIPELINE_GAP
+        bottom = y - _PIPELINE_GAP
+        # A little longer than the boxes, so that ends of iterations can be compared between panels.
+        x = _LEFT + schedule.makespan * self.scale
+        makespan = _line(x, first_row - 5, x, bottom + 5, _END, 1.5, dashed=True)
+        axis = [_text(_LEFT - 8, bottom + 13, self.unit, size=10.0, fill=_MUTED, anchor="end")]
+        step = _tick(self.end)
+        for k in range(math.floor(self.end / step + 1e-9) + 1):
+            x = _LEFT + k * step * self.scale
+            axis.append(_line(x, first_row - 3, x, bottom + 4, _FAINT, 0.8))
+            axis.append(_text(x, bottom + 13, f"{k * step:g}", size=10.0, fill=_MUTED, anchor="middle"))
+        groups = [_group("title", heading), _group("axis", axis), *rows, _group("makespan", [makespan])]
+        return groups, bottom + _AXIS
+
+    def _row(self, schedule: Schedule, worker: Worker, y: float) -> Iterator[str]:
+        dead = worker in schedule.failed
+        fill = "#999999" if dead else _INK
+        yield _text(_LEFT - 8, y + _ROW / 2, f"stage {worker.stage}", anchor="end", fill=fill)
+        if dead:
+            yield _rect(_LEFT, y, self.end * self.scale, _ROW, "#f3f3f3", stroke=_DEAD, hatch=_DEAD_HATCH)
+            yield _text(_LEFT + 10, y + _ROW / 2, "failed", fill="#8a1f11", bold=True)
+        for iteration in range(self.iterations):
+            opacity = 1.0 if iteration == 0 else 0.45
+            for scheduled in schedule.workers.get(worker, ()):
+                x = _LEFT + (scheduled.start + iteration * schedule.period) * self.scale
+                yield from self._box(worker, scheduled, x, y, opacity)
+
+    def _box(self, worker: Worker, scheduled: ScheduledOp, x: float, y: float, opacity: float) -> Iterator[str]:
+        op, microbatch, look = scheduled.op, scheduled.op.microbatch, _LOOKS[scheduled.op.kind]
+        tip = f"{op}: {scheduled.start:g} to {scheduled.end:g} {self.unit}"
+        width = scheduled.duration * self.scale
+        if width < _MARK and microbatch is None:
+            # REDUCE and STEP without duration: REDUCE before, STEP after the moment they happen.
+            offset = -_MARK if op.kind is OpKind.REDUCE else 0.0
+            yield _rect(x + offset, y, _MARK, _ROW, look.color, opacity=opacity, tip=tip)
+            return
+        adopted = microbatch is not None and microbatch.pipeline != worker.pipeline
+        if adopted:
+            inset, height = max(width - 1.8, 0.5), _ROW - 1.8
+            yield _rect(
+                x + 0.9, y + 0.9, inset, height, look.color, stroke=_ADOPTED, stroke_width=1.8, opacity=opacity, tip=tip
+            )
+            # The hatch stays in a band at the bottom, where it does not make the number unreadable.
+            band = max(width - 4, 0.5)
+            yield _rect(x + 2, y + _ROW - 6, band, 4.0, _ADOPTED_HATCH, hatch=_ADOPTED, opacity=opacity)
+        else:
+            yield _rect(x, y, width, _ROW, look.color, stroke="#ffffff", stroke_width=0.8, opacity=opacity, tip=tip)
+        if microbatch is None:
+            label = op.kind.value
+        else:
+            label = f"{microbatch.pipeline}.{microbatch.index}" if adopted else f"{microbatch.index}"
+        size = next((size for size in (10.5, 8.0) if len(label) * 0.65 * size <= width), None)
+        if size is not None:
+            middle = y + _ROW / 2 - (2.0 if adopted else 0.0)
+            yield _text(x + width / 2, middle, label, size=size, fill=look.ink, anchor="middle", bold=adopted)
+
+    def legend(self, panels: Sequence[Schedule], y: float) -> tuple[str, float]:
+        """The legend from ``y`` down, in as many lines as it needs, and its lower end."""
+        used = {op.op.kind for schedule in panels for ops in schedule.workers.values() for op in ops}
+        entries = [(look.meaning, _rect(0, 0, 14, 14, look.color)) for kind, look in _LOOKS.items() if kind in used]
+        if any(schedule.failed for schedule in panels):
+            frame = _rect(1, 1, 12, 12, "#ffffff", stroke=_ADOPTED, stroke_width=1.8)
+            entries.append(
+                ("adopted (pipeline.micro-batch)", frame + _rect(2, 8, 10, 4, _ADOPTED_HATCH, hatch=_ADOPTED))
+            )
+        entries.append(("end of the iteration", _line(7, -1, 7, 15, _END, 1.5, dashed=True)))
+        elements, x = [], _LEFT
+        for text, symbol in entries:
+            extent = 40 + 5.5 * len(text)
+            if x > _LEFT and x + extent > self.width:
+                x, y = _LEFT, y + 20
+            drawn = f'<svg x="{x:.2f}" y="{y:.2f}" overflow="visible">\n{symbol}</svg>\n'
+            elements += [drawn, _text(x + 20, y + 7, text)]
+            x += extent
+        return _group("legend", elements), y + 20
+
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 420.0, 46.0, 12.0, 50.0, 42.0
 _PLOT = 190.0
@@ -154,16 +445,16 @@ class _Frame:
         for value, text in self.y.ticks:
             y = self.py(value)
             kind = "axis" if value == self.y.low and not self.y.log else "grid"
-            found += [_path(f"M{self.left:.1f} {y:.1f}H{right:.1f}", kind), _text(text, self.left - 6, y + 3.5, "end")]
-        found.append(_text(self.y.label, 4.0, self.top - 10, kind="label"))
+            found += [_path(f"M{self.left:.1f} {y:.1f}H{right:.1f}", kind), _label(text, self.left - 6, y + 3.5, "end")]
+        found.append(_label(self.y.label, 4.0, self.top - 10, kind="label"))
         if self.y.low > 0:  # two strokes through the axis, and words above the plot
             cut = self.bottom - 9
             found += [_path(f"M{self.left - 5:.1f} {cut + shift:.1f}l10 -5", "axis cut") for shift in (0, 4)]
-            found.append(_text("not from 0", right, self.top - 10, "end", "tick cut"))
+            found.append(_label("not from 0", right, self.top - 10, "end", "tick cut"))
         if x_labels:
             found.append(_path(f"M{self.left:.1f} {self.bottom:.1f}H{right:.1f}", "axis"))
-            found += [_text(text, self.px(value), self.bottom + 16, "middle") for value, text in self.x.ticks]
-            found.append(_text(self.x.label, self.left + self.width / 2, self.bottom + 34, "middle", "label"))
+            found += [_label(text, self.px(value), self.bottom + 16, "middle") for value, text in self.x.ticks]
+            found.append(_label(self.x.label, self.left + self.width / 2, self.bottom + 34, "middle", "label"))
         return found
 
 
@@ -174,7 +465,7 @@ def _path(d: str, kind: str, **more: str) -> Shape:
     return Shape("path", {"d": d, "class": kind, **more})
 
 
-def _text(text: str, x: float, y: float, anchor: str | None = None, kind: str = "tick") -> Shape:
+def _label(text: str, x: float, y: float, anchor: str | None = None, kind: str = "tick") -> Shape:
     place: dict[str, str | float | None] = {"x": round(x, 1), "y": round(y, 1), "class": kind, "text-anchor": anchor}
     return Shape("text", place, text)
 
@@ -233,7 +524,7 @@ def row_chart(title: str, rows: Sequence[tuple[str, Sequence[Segment]]], x: Axis
     shapes = frame.axes()
     for place, (row, segments) in enumerate(rows):
         floor = frame.top + place * (name + bar + gap) + name + bar
-        shapes += [_text(row, left, floor - bar - 3, kind="name"), _path(f"M{left} {floor:.1f}h{frame.width}", "grid")]
+        shapes += [_label(row, left, floor - bar - 3, kind="name"), _path(f"M{left} {floor:.1f}h{frame.width}", "grid")]
         for each in segments:
             at, height = frame.px(each.begin), round(each.height * bar, 1)
             box = {"x": round(at, 1), "y": floor - height, "width": max(0.3, round(frame.px(each.end) - at, 1))}

@@ -20,7 +20,7 @@ from support.growth import AwaitReplacement
 from typing_extensions import override
 
 from chaos.scenario import STEPS, Crowd
-from lightning_recycle.control.network.addresses import free_port
+from lightning_recycle.control.network.addresses_and_keys import free_port
 from lightning_recycle.launch.worker_group import process_context
 
 _LOOK_SECONDS = 0.02

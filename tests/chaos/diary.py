@@ -23,7 +23,7 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from chaos.training import ChaosModel
-from lightning_recycle.launch.run_attempt import INCARNATIONS_PER_START
+from lightning_recycle.launch.launcher import INCARNATIONS_PER_START
 from lightning_recycle.planning.grid import Op, OpKind, global_index
 
 

@@ -20,11 +20,11 @@ from support.waiting import next_line
 from lightning_recycle.control.client import pack
 from lightning_recycle.control.coordinator.coordinator import Coordinator
 from lightning_recycle.control.monitoring.history import Event
-from lightning_recycle.control.network.addresses import address_from
+from lightning_recycle.control.network.addresses_and_keys import address_from
 from lightning_recycle.control.network.connection import MessageConnection, connect
 from lightning_recycle.control.options import CoordinatorOptions, HeartbeatTimeouts, RecoveryOptions
 from lightning_recycle.control.plans.assumptions import Assumptions
-from lightning_recycle.control.plans.planning_queue import PlanningQueue
+from lightning_recycle.control.plans.plan_provider import PlanningQueue
 from lightning_recycle.control.protocol.messages import Activity, Heartbeat
 from lightning_recycle.planning.costs import Costs
 from lightning_recycle.planning.grid import Grid, Worker

@@ -14,7 +14,7 @@ from support.waiting import PATIENCE
 
 from lightning_recycle.control.coordinator import standalone as standalone_module
 from lightning_recycle.control.coordinator.standalone import allow_descriptors, main
-from lightning_recycle.control.network.addresses import address_from, http_address, listen_at, shown
+from lightning_recycle.control.network.addresses_and_keys import address_from, http_address, listen_at, shown
 from lightning_recycle.control.protocol.messages import RunRequest
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import Grid

@@ -16,7 +16,7 @@ from support.thread_client import ThreadClient
 from support.waiting import next_line
 
 from lightning_recycle.control.client import EXIT_LOST_COORDINATOR
-from lightning_recycle.control.network.addresses import free_port
+from lightning_recycle.control.network.addresses_and_keys import free_port
 from lightning_recycle.control.protocol.messages import RunRequest
 from lightning_recycle.planning.grid import Grid
 

@@ -7,12 +7,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightning_recycle.control.monitoring.goodput import PARTS, Goodput, Phase
-from lightning_recycle.control.monitoring.history import Event
+from lightning_recycle.control.monitoring.history import PARTS, Event, Goodput, Phase
 from lightning_recycle.simulation import Cause
 from lightning_recycle.simulation.failures import as_ticks
 from lightning_recycle.simulation.policy import Configuration, stopped
-from lightning_recycle.simulation.results import Span, State, account
+from lightning_recycle.simulation.simulated_run import Span, State, account
 
 POSITIONS, USEFUL = 6, 4.0  # workers, and worker-seconds of F, B and W in a step
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from support.waiting import wait_for
 
-from lightning_recycle.control.plans.layout_choice import Rebalance
-from lightning_recycle.control.plans.run_plans import RunPlans
+from lightning_recycle.control.plans.run_plans import Rebalance, RunPlans
 from lightning_recycle.control.protocol.messages import Applied, LayerFacts, Measured
 from lightning_recycle.control.protocol.state import LayoutReady
 from lightning_recycle.planning import Grid, Worker

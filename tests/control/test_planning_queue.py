@@ -14,8 +14,7 @@ from support.waiting import wait_for
 
 from lightning_recycle import planning
 from lightning_recycle.control.plans.drift import DriftQuestion, Estimate
-from lightning_recycle.control.plans.plan_provider import PlanProvider, make_plan
-from lightning_recycle.control.plans.planning_queue import InThread, Job, PlanningQueue, Urgency
+from lightning_recycle.control.plans.plan_provider import InThread, Job, PlanningQueue, PlanProvider, Urgency, make_plan
 from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.child_process import Cancelled, UnexpectedError, cancelled_by, check_cancelled

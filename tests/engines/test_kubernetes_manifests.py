@@ -8,8 +8,7 @@ from manifests import container, documents, environment, jobs, of_kind
 from lightning_recycle import ConfigurationError
 from lightning_recycle.control.client import EXIT_LEFT, EXIT_LOST_COORDINATOR, EXIT_RAISED, EXIT_STOPPED
 from lightning_recycle.control.coordinator.standalone import _parser
-from lightning_recycle.control.network.addresses import address_from
-from lightning_recycle.control.network.keys import check_key
+from lightning_recycle.control.network.addresses_and_keys import address_from, check_key
 from lightning_recycle.engines.worker_environment import discover, port_range
 
 FIELDS = {"spec.nodeName": "node-7", "status.podIP": "10.1.2.3"}

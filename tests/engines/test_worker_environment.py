@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.waiting import PATIENCE
 
-from lightning_recycle.control.network.addresses import machine_name
+from lightning_recycle.control.network.addresses_and_keys import machine_name
 from lightning_recycle.engines.worker_environment import check_copies, discover
 from lightning_recycle.errors import ConfigurationError
 
@@ -112,9 +112,9 @@ def test_no_other_module_reads_these_variables() -> None:
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 readers.setdefault(node.value, set()).add(path.name)
     for name in ("RECYCLE_NODE", "RECYCLE_HOST", "LOCAL_RANK", "SLURM_LOCALID"):
-        assert readers[name] <= {"addresses.py", "keys.py", "worker_environment.py", *ENGINES}, name
+        assert readers[name] <= {"addresses_and_keys.py", "worker_environment.py", *ENGINES}, name
     assert readers["RECYCLE_COORDINATOR"] <= {"worker_environment.py", *ENGINES}
-    assert readers["RECYCLE_KEY"] | readers["RECYCLE_KEY_FILE"] <= {"keys.py", *ENGINES}
+    assert readers["RECYCLE_KEY"] | readers["RECYCLE_KEY_FILE"] <= {"addresses_and_keys.py", *ENGINES}
 
 
 ENGINES = {path.name for path in (PACKAGE / "engines").glob("*.py")} | {"ray_workers.py"}

@@ -3,7 +3,7 @@
 import pytest
 from support.leftovers import no_process_is_left as no_process_is_left
 
-from lightning_recycle.control.network.addresses import free_port
+from lightning_recycle.control.network.addresses_and_keys import free_port
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_recycle import PipelineModule
-from lightning_recycle.launch.run_attempt import INCARNATIONS_PER_START
+from lightning_recycle.launch.launcher import INCARNATIONS_PER_START
 from lightning_recycle.planning import Op
 
 STEPS, BATCH = 4, 4  # samples of a pipeline in a step

@@ -15,7 +15,7 @@ from support.scripts import COORDINATOR
 from support.training import TOLERANCE
 from support.waiting import PATIENCE
 
-from lightning_recycle.control.network.addresses import free_port
+from lightning_recycle.control.network.addresses_and_keys import free_port
 
 HERE = Path(__file__).parent
 KEY = "the key of this test"

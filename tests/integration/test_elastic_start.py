@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 
 from lightning_recycle import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
-from lightning_recycle.control.network.addresses import free_port
+from lightning_recycle.control.network.addresses_and_keys import free_port
 
 LENGTH = 16
 DATA = dataset(GLOBAL_BATCH * LENGTH)

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_recycle.callbacks import Fault
-from lightning_recycle.control.network.addresses import free_port
+from lightning_recycle.control.network.addresses_and_keys import free_port
 
 IDIOMS = {
     "nothing": lambda trainer: True,

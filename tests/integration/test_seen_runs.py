@@ -25,7 +25,7 @@ from support.waiting import PATIENCE, wait_for
 
 from lightning_recycle import ConfigurationError
 from lightning_recycle.callbacks import Fault
-from lightning_recycle.control.network.addresses import free_port
+from lightning_recycle.control.network.addresses_and_keys import free_port
 
 LENGTH, KILL_AT, PAUSE_AT = 24, 4, 12
 DATA = dataset(GLOBAL_BATCH * LENGTH)

@@ -14,7 +14,7 @@ from support.training import TOLERANCE
 from support.waiting import PATIENCE
 
 from lightning_recycle.control.client import EXIT_LOST_COORDINATOR
-from lightning_recycle.control.network.addresses import free_port
+from lightning_recycle.control.network.addresses_and_keys import free_port
 
 HERE = Path(__file__).parent
 

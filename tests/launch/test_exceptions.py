@@ -15,7 +15,7 @@ from lightning_recycle.launch.worker_payload import dump_exception, from_users_c
 from lightning_recycle.launch.worker_process import retry_connecting
 from lightning_recycle.runtime.machine_errors import suspicion_of
 from lightning_recycle.runtime.stage import Stage
-from lightning_recycle.session.trainer_checks import check_optimizers
+from lightning_recycle.session.configuration import check_optimizers
 
 
 class Pruned(Exception):
@@ -154,7 +154,7 @@ def test_an_exception_without_users_code_is_shown_whole():
 def test_of_an_error_with_a_remedy_the_frames_that_lead_to_it_are_left_out():
     text = from_users_code(raised(lambda: check_optimizers([])))
     assert text.count("  File ") == 1
-    assert "trainer_checks.py" in text
+    assert "configuration.py" in text
     assert "torch.optim.AdamW(self.parameters())" in text
 
 

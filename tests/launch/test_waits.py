@@ -65,7 +65,7 @@ ADDRESSEES: dict[str, tuple[str, str]] = {
     "launch/ray_workers.py _has_started": BOUNDED,
     "launch/ray_workers.py attend": BOUNDED,
     "launch/ray_workers.py watch": BOUNDED,
-    "launch/run_attempt.py _await_end": ("the coordinator's thread", "test_a_run_that_cannot_save_in_time_ends_and_says"
+    "launch/launcher.py _await_end": ("the coordinator's thread", "test_a_run_that_cannot_save_in_time_ends_and_says"
                                          "_so"),
     "session/concurrent_checkpoints.py finish": ("its own thread, that copies memory", "test_large_tensors_that_only"
                                                  "_step_writes_are_copied_later_by_whoever_comes_first"),

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_recycle import LayerSpec, UnsupportedFeatureError
-from lightning_recycle.launch.run_attempt import RunAttempt
+from lightning_recycle.launch.launcher import RunAttempt
 
 
 @dataclass(frozen=True)

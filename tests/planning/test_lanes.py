@@ -13,7 +13,7 @@ from lightning_recycle.planning.list_scheduling import one_f_one_b
 from lightning_recycle.planning.plan_library import load_plan, save_plan
 from lightning_recycle.planning.routing import renamed
 from lightning_recycle.planning.validation import validate
-from lightning_recycle.visualize.gantt import gantt_svg
+from lightning_recycle.visualize.charts import gantt_svg
 
 
 def loads(schedule: object, stage: int) -> list[int]:

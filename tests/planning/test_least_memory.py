@@ -9,8 +9,8 @@ from test_properties import problems
 from lightning_recycle import planning as p
 from lightning_recycle.planning.heuristic_planner import heuristic_with_variation
 from lightning_recycle.planning.layer_cuts import LayerCosts
+from lightning_recycle.planning.list_scheduling import search, with_least_memory
 from lightning_recycle.planning.routing import reroute
-from lightning_recycle.planning.rule_search import search, with_least_memory
 from lightning_recycle.planning.schedule import EQUALLY_FAST, is_better
 from lightning_recycle.planning.timing import Codes, assemble
 

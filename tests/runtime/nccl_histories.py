@@ -1,12 +1,12 @@
 """Workers that exchange payloads, and sum in groups, in a simulated world: which goes on next is drawn, so a history is
 its number.
 
-Each worker has an imitated device, the real :class:`~lightning_recycle.runtime.nccl.nccl_thread.NcclOps`, and a *host*:
-a program of computations, sends, receives, sums and broadcasts, whose order comes from a random order of them all, so
-that no correct transport can deadlock. Headers (Gloo) and notes (links) arrive late but in order. Computations run on
-the device when it comes to them. At some moment a worker begins what the next generation may need. In some histories a
-worker dies, a communicator fails, a device is lost, or everybody is told to abort, each at its own moment; the
-survivors then begin another generation with another plan.
+Each worker has an imitated device, the real :class:`~lightning_recycle.runtime.nccl.nccl_transport.NcclOps`, and a
+*host*: a program of computations, sends, receives, sums and broadcasts, whose order comes from a random order of them
+all, so that no correct transport can deadlock. Headers (Gloo) and notes (links) arrive late but in order. Computations
+run on the device when it comes to them. At some moment a worker begins what the next generation may need. In some
+histories a worker dies, a communicator fails, a device is lost, or everybody is told to abort, each at its own moment;
+the survivors then begin another generation with another plan.
 
 ``python tests/runtime/nccl_histories.py FIRST COUNT`` runs histories; a number alone runs one and prints it.
 """
@@ -30,7 +30,7 @@ import torch
 from support.fake_nccl import FakeDevice, HangError, LocalNetwork
 from torch import Tensor
 
-from lightning_recycle.runtime.nccl import nccl_comms, nccl_thread, transfer_order
+from lightning_recycle.runtime.nccl import nccl_comms, nccl_transport, transfer_order
 from lightning_recycle.runtime.nccl.nccl_comms import Note
 from lightning_recycle.runtime.nccl.nccl_library import NcclError
 
@@ -205,7 +205,7 @@ class World:
             device = worker.device
             comms = nccl_comms.Comms(me, device, tell, wanted, used, outdated)
             side = transfer_order.Side(me, self.generation, device, device, comms, CPU, tell)
-            worker.traffic = nccl_thread.NcclOps(
+            worker.traffic = nccl_transport.NcclOps(
                 comms, transfer_order.Payloads(side, peers), transfer_order.GroupPayloads(side, mine)
             )
 

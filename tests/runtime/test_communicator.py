@@ -23,8 +23,7 @@ from torch import Tensor
 
 from lightning_recycle.control.client import Interrupted
 from lightning_recycle.runtime.communicator import SMALL_BYTES, CommunicationError, Communicator, _pieces
-from lightning_recycle.runtime.direct_transports import PACKED_BYTES, Transport
-from lightning_recycle.runtime.groups import UnreachableError
+from lightning_recycle.runtime.groups_and_transports import PACKED_BYTES, Transport, UnreachableError
 from lightning_recycle.runtime.wire import HEADER_BYTES, MAX_TENSORS
 
 ABORT_SECONDS = 1.0  # within which an abort must have unblocked everything

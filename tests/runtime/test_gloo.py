@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import AllreduceOptions
 
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.runtime import groups as gloo
-from lightning_recycle.runtime.groups import Device, GroupFactory, UnsupportedError, _with_address
+from lightning_recycle.runtime.groups_and_transports import Device, GroupFactory, UnsupportedError, _with_address
 
 
 @pytest.fixture(scope="module")

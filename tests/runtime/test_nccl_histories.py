@@ -12,7 +12,7 @@ import pytest
 from nccl_histories import BrokenPromiseError, check_histories
 from support.sampling import sampled
 
-from lightning_recycle.runtime.nccl import nccl_comms, nccl_thread, transfer_order
+from lightning_recycle.runtime.nccl import nccl_comms, nccl_transport, transfer_order
 
 SAMPLE = 100  # histories in the ordinary run
 HUNT = 150  # within so many a broken transport must be noticed
@@ -90,7 +90,7 @@ MUTATIONS: list[tuple[str, ModuleType, list[tuple[str, str]]]] = [
     ("what others have not kept is used", nccl_comms, [("place in kept and all(", "place in kept and any(")]),
     ("what is kept and not needed is forgotten", nccl_comms,
      [("abort_together(self._library, outdated)", "outdated.clear()")]),
-    ("nobody aborts", nccl_thread, [("        self._aborted = True\n", "        return {}\n")]),
+    ("nobody aborts", nccl_transport, [("        self._aborted = True\n", "        return {}\n")]),
     ("a group starts before all members are ready", transfer_order,
      [("len(ready) < len(members.ranks)", "len(ready) < len(members.ranks) - 1")]),
     ("a member is ready before its device is", transfer_order, [("if not collective.ready.query():", "if False:")]),
@@ -126,7 +126,7 @@ MUTATIONS: list[tuple[str, ModuleType, list[tuple[str, str]]]] = [
          "\n"
          "        return PendingOp(comm, tensors, launch_and_forget, stream)\n"),
     ]),
-    ("tensors are let go of before the abort", nccl_thread,
+    ("tensors are let go of before the abort", nccl_transport,
      [("        self._aborted = True\n",
        "        self._aborted = True\n        self.pairs.drop()\n        self.groups.drop()\n")]),
 ]
@@ -153,7 +153,7 @@ def test_a_broken_transport_is_noticed(monkeypatch, mutation, module, changes):
     exec(compile(source, mutation, "exec"), broken.__dict__)
     own = [name for name, value in vars(broken).items() if getattr(value, "__module__", None) == broken.__name__]
     for name in own:
-        for user in (transfer_order, nccl_thread, nccl_comms):
+        for user in (transfer_order, nccl_transport, nccl_comms):
             if hasattr(user, name):
                 monkeypatch.setattr(user, name, getattr(broken, name))
     with pytest.raises(BrokenPromiseError):

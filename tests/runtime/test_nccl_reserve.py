@@ -6,7 +6,7 @@ import pytest
 from support.fake_nccl import FakeComm
 from transport_world import ALL, World
 
-from lightning_recycle.runtime.groups import CommunicationError
+from lightning_recycle.runtime.groups_and_transports import CommunicationError
 from lightning_recycle.runtime.nccl import nccl_transport as module
 from lightning_recycle.runtime.nccl.nccl_comms import Kind, Note, Place, group_places, pair, successors
 from lightning_recycle.runtime.nccl.nccl_library import NcclError

@@ -14,10 +14,9 @@ from transport_world import World
 
 from lightning_recycle import CommunicationOptions
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.runtime.direct_transports import Transport
-from lightning_recycle.runtime.groups import CommunicationError
+from lightning_recycle.runtime.groups_and_transports import CommunicationError, Transport
 from lightning_recycle.runtime.machine_errors import is_device_error
-from lightning_recycle.runtime.nccl import nccl_thread
+from lightning_recycle.runtime.nccl import nccl_transport
 from lightning_recycle.runtime.nccl import nccl_transport as module
 from lightning_recycle.runtime.nccl.nccl_library import NcclError
 from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport, transport_for
@@ -262,7 +261,7 @@ def test_a_device_that_is_lost_is_told_to_the_one_that_waits(pair, begin):
 
 
 def test_a_worker_whose_abort_does_not_end_has_lost_its_device(pair, monkeypatch):
-    monkeypatch.setattr(nccl_thread, "ABORT_SECONDS", 0.2)
+    monkeypatch.setattr(nccl_transport, "ABORT_SECONDS", 0.2)
     returns = threading.Event()
     real = pair.devices[1].group_end
     monkeypatch.setattr(pair.devices[1], "group_end", lambda: (returns.wait(), real()))
@@ -274,7 +273,7 @@ def test_a_worker_whose_abort_does_not_end_has_lost_its_device(pair, monkeypatch
 
 
 def test_a_device_that_takes_long_is_looked_at_less_often():
-    seconds = [nccl_thread._poll_seconds(waited) for waited in (0.0, 0.0005, 0.004, 0.1, 10.0)]
+    seconds = [nccl_transport._poll_seconds(waited) for waited in (0.0, 0.0005, 0.004, 0.1, 10.0)]
     assert seconds == pytest.approx([50e-6, 50e-6, 200e-6, 500e-6, 500e-6])
 
 

@@ -9,7 +9,7 @@ from support.fake_nccl import FakeComm, FakeStream
 from torch import Tensor
 from transport_world import LATE_SECONDS, World
 
-from lightning_recycle.runtime.groups import CommunicationError
+from lightning_recycle.runtime.groups_and_transports import CommunicationError
 from lightning_recycle.runtime.nccl.nccl_library import NcclError
 
 CALLS = ["unique_id", "init", "send", "receive", "all_reduce", "in_progress"]

@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.runtime.communicator import Communicator
-from lightning_recycle.runtime.groups import CommunicationError, Device, Group
+from lightning_recycle.runtime.groups_and_transports import CommunicationError, Device, Group
 from lightning_recycle.runtime.position_mesh import PositionMesh, ranks_by_group
 from lightning_recycle.session.optimizer_states import stepping_on_shards
 from lightning_recycle.tensor_memory import local_part, sharded_like

@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.waiting import PATIENCE
 
-from lightning_recycle.runtime.direct_transports import _HEADER, SmallAllreduce
+from lightning_recycle.runtime.groups_and_transports import _HEADER, SmallAllreduce
 from lightning_recycle.runtime.wire import sum_of_bytes
 
 

@@ -11,8 +11,7 @@ from support.fake_nccl import FakeDevice, LocalNetwork
 from support.meeting import Meeting
 from support.waiting import PATIENCE
 
-from lightning_recycle.runtime.direct_transports import Rosters
-from lightning_recycle.runtime.groups import Group
+from lightning_recycle.runtime.groups_and_transports import Group, Rosters
 from lightning_recycle.runtime.nccl import nccl_transport as module
 from lightning_recycle.runtime.nccl.nccl_comms import successors
 from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport

@@ -9,7 +9,7 @@ from torch import nn
 from lightning_recycle.control.protocol.messages import Checked
 from lightning_recycle.model.layers import Tie
 from lightning_recycle.runtime.stage_bundle import StageTies
-from lightning_recycle.session.replica_checks import FIRST_INTERVAL, StateChecks, copies_differ, sums_of_copies
+from lightning_recycle.runtime.verification import FIRST_INTERVAL, StateChecks, copies_differ, sums_of_copies
 
 OPTIMIZERS = [
     lambda parameters: torch.optim.AdamW(parameters, lr=0.1),

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
-from lightning_recycle.session.trainer_checks import check_graphs, plans_checked
+from lightning_recycle.session.configuration import check_graphs, plans_checked
 
 
 class Module(L.LightningModule):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_recycle.session.replica_checks import alike, fingerprint
+from lightning_recycle.runtime.verification import alike, fingerprint
 
 X = torch.linspace(-1, 1, 32).view(4, 8)
 TOKENS = torch.arange(32).view(4, 8)

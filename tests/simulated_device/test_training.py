@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_recycle.callbacks import Fault
-from lightning_recycle.control.network.addresses import free_port
+from lightning_recycle.control.network.addresses_and_keys import free_port
 from lightning_recycle.runtime.communicator import SMALL_BYTES
-from lightning_recycle.runtime.direct_transports import Transport
+from lightning_recycle.runtime.groups_and_transports import Transport
 from lightning_recycle.session import checkpoints as checkpoints_module
 from simulated_device.accelerator import SimulatedAccelerator
 

@@ -15,7 +15,7 @@ from lightning.pytorch.accelerators import CUDAAccelerator
 from torch import Tensor, nn
 
 from lightning_recycle import CommunicationOptions
-from lightning_recycle.runtime.direct_transports import Transport
+from lightning_recycle.runtime.groups_and_transports import Transport
 from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport, transport_for
 from lightning_recycle.session import stage_layers
 from support.models import Regression

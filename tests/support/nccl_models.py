@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from lightning_recycle import CommunicationOptions
 from lightning_recycle.runtime.communicator import EXCHANGE_TAG
-from lightning_recycle.runtime.direct_transports import Transport
+from lightning_recycle.runtime.groups_and_transports import Transport
 from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport
 from lightning_recycle.runtime.wire import Channel, ValueLayout
 from lightning_recycle.session import stage_layers

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lightning_recycle import CommunicationOptions
-from lightning_recycle.runtime.direct_transports import Transport
+from lightning_recycle.runtime.groups_and_transports import Transport
 from lightning_recycle.runtime.nccl.nccl_library import NcclError
 from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport
 from lightning_recycle.session import stage_layers

@@ -1,6 +1,6 @@
 """What tests ask of a planner in the background and the run has no use for."""
 
-from lightning_recycle.control.plans.planning_queue import PlanningQueue
+from lightning_recycle.control.plans.plan_provider import PlanningQueue
 
 
 def is_idle(planner: PlanningQueue) -> bool:

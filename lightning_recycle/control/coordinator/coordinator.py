@@ -28,9 +28,8 @@ from lightning_recycle.control.journal import Journal, Process, journal_entry, j
 from lightning_recycle.control.monitoring.history import Event, History
 from lightning_recycle.control.monitoring.monitor import RunView, Views
 from lightning_recycle.control.monitoring.status import ProcessLocation, status_of
-from lightning_recycle.control.network.addresses import shown
+from lightning_recycle.control.network.addresses_and_keys import check_key, shown
 from lightning_recycle.control.network.connection import SIGN_SECONDS, BadMessageError, NonBlockingConnection, encode
-from lightning_recycle.control.network.keys import check_key
 from lightning_recycle.control.options import CoordinatorOptions, WorkerProcess
 from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.plans.run_plans import RunPlans

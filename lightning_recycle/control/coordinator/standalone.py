@@ -41,13 +41,13 @@ from lightning_recycle.control.journal import Journal, default_path
 from lightning_recycle.control.monitoring.history import summary
 from lightning_recycle.control.monitoring.logs import install_if_wanted
 from lightning_recycle.control.monitoring.monitor import Monitor, served
-from lightning_recycle.control.network.addresses import (
+from lightning_recycle.control.network.addresses_and_keys import (
     address_from,
     http_address,
     http_address_from_environment,
+    key_from_environment,
     shown,
 )
-from lightning_recycle.control.network.keys import key_from_environment
 from lightning_recycle.control.options import (
     GROUPS,
     RunConfig,

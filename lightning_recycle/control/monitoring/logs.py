@@ -41,7 +41,7 @@ from multiprocessing import reduction
 from multiprocessing.pool import RemoteTraceback  # type: ignore[attr-defined]
 from typing import Any
 
-from lightning_recycle.control.network.addresses import machine_name
+from lightning_recycle.control.network.addresses_and_keys import machine_name
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.lightning_names import name_here
 

@@ -18,8 +18,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from lightning_recycle.arguments import install_command
-from lightning_recycle.control.monitoring.goodput import Phase
-from lightning_recycle.control.monitoring.history import Digest, Event, History
+from lightning_recycle.control.monitoring.history import Digest, Event, History, Phase
 from lightning_recycle.control.protocol.state import MembershipState
 from lightning_recycle.planning.schedule import Schedule
 
@@ -146,7 +145,7 @@ class Status:
             ``checkpoints``: how often that happened.
         recovery_seconds: from failures to the next commit, in all.
         worker_seconds: where the workers' time went: seconds by cause and phase, see
-            :mod:`~lightning_recycle.control.monitoring.goodput`.
+            :mod:`~lightning_recycle.control.monitoring.history`.
         failures: the newest failures, the oldest first; of their details the cause.
         events: the newest events that are no steps, likewise.
         name: what the run is called: its script.

@@ -27,7 +27,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
-from lightning_recycle.control.network.addresses import accept, listen_at, shown
+from lightning_recycle.control.network.addresses_and_keys import accept, listen_at, shown
 from lightning_recycle.control.network.connection import (
     HANDSHAKE_SECONDS,
     FrameBuffer,
