@@ -32,6 +32,8 @@ from lightning_recycle.control.network.addresses_and_keys import (
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.files import replacing
 
+log = logging.getLogger(__name__)
+
 _PORTS = range(20_000, 30_000)  # below those that systems give to anybody
 _LOOK_SECONDS = 0.5  # between two looks into the folder
 _GRACE_SECONDS = 900.0  # for SLURM to end a task after SIGTERM; more than partitions give
@@ -220,9 +222,6 @@ def _number_of(name: str) -> tuple[int, int]:
 
 
 # ---------------------------------------------------------------------- requeueing
-
-
-log = logging.getLogger(__name__)
 
 
 def job_name(environ: Mapping[str, str] = os.environ) -> str:

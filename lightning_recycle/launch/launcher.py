@@ -312,9 +312,6 @@ def _write_profile(path: Path | None, profile: Profile) -> None:
     log.info("The measured profile is in %s.", path)
 
 
-log = logging.getLogger(__name__)
-
-
 class SupervisorLauncher:
     """Runs a Trainer function in worker processes and takes its results.
 

@@ -38,6 +38,8 @@ from lightning_recycle.launch.worker_payload import NameWithEnvironment, WorkerP
 from lightning_recycle.pickling import import_of_main, main_module
 from lightning_recycle.processes import die_when_closed, end_with, process_space, thread_states
 
+log = logging.getLogger(__name__)
+
 _EXIT_SECONDS = 10.0  # for a killed worker to be gone
 
 
@@ -136,8 +138,6 @@ def _await_exits(workers: Iterable[WorkerProcess], patience: float) -> None:
     for worker in workers:
         worker.describe_exit(max(0.0, deadline - time.monotonic()))
 
-
-log = logging.getLogger(__name__)
 
 _STATUS_SECONDS = 1.0  # for the fork server to report how a process ended
 _STOPPED_SECONDS = 5  # that a fork server may be stopped while a worker is to start

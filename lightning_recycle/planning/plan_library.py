@@ -52,6 +52,8 @@ from lightning_recycle.planning.schedule import (
 from lightning_recycle.planning.timing import retime
 from lightning_recycle.planning.validation import InvalidScheduleError, validate
 
+log = logging.getLogger(__name__)
+
 PLAN_SCHEMA = 1
 """Version of the plan file's format; a reader refuses unknown versions."""
 
@@ -153,8 +155,6 @@ def read_plan(data: Any) -> PlanResult:
     # The bound is not computed again: that takes longer than all else here.
     return PlanResult(schedule, content.backend, bound, found_by=content.found_by, solver=content.solver)
 
-
-log = logging.getLogger(__name__)
 
 _SUFFIX = ".plan.gz"
 _TOLERANCE = 0.25  # of the mean operation

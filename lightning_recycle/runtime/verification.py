@@ -1,4 +1,4 @@
-"""Workers of a stage check each other's computations, losses, gradients and states.
+"""Workers of a stage check each other's computations, losses, gradients, states.
 
 In a step with checks each worker records one micro-batch, drawn from the step: its inputs, and checksums of the output,
 the input gradient and the weight gradients. A peer computes the record at its CHECK, without lasting changes, and

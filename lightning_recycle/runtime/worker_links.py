@@ -41,6 +41,8 @@ from lightning_recycle.control.network.connection import (
 from lightning_recycle.engines.worker_environment import port_range
 from lightning_recycle.errors import ConfigurationError
 
+log = logging.getLogger(__name__)
+
 _T = TypeVar("_T")
 
 # From asm-generic/socket.h; the socket module does not have it.
@@ -179,8 +181,6 @@ def _shut_down(sockets: Iterable[tuple[int, int]]) -> None:
         finally:
             os.close(held)
 
-
-log = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.02  # between checks for cancellation
 _NAME_BYTES = 32

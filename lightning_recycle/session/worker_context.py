@@ -57,6 +57,8 @@ from lightning_recycle.session.lightning_internals import (
 )
 from lightning_recycle.tensor_memory import merge_shards
 
+log = logging.getLogger(__name__)
+
 if TYPE_CHECKING:  # it imports torch's DTensors, which takes long
     from lightning_recycle.runtime.position_mesh import PositionMesh
 
@@ -364,8 +366,6 @@ class WorkerContext:
 
 
 # ---------------------------------------------------------------------- signals
-
-log = logging.getLogger(__name__)
 
 
 class Preemption:

@@ -32,6 +32,7 @@ from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.control.monitoring.logs import plain
 from lightning_recycle.control.monitoring.monitor import Monitor, Views, served
 from lightning_recycle.control.monitoring.status import PositionState, Status
+from lightning_recycle.control.network import addresses_and_keys
 from lightning_recycle.control.network.addresses_and_keys import free_port
 from lightning_recycle.control.options import HeartbeatTimeouts, RecoveryOptions
 from lightning_recycle.control.protocol.state import RESULT
@@ -175,16 +176,16 @@ def test_a_status_is_json_whatever_the_loss_is(plane: ControlPlane) -> None:
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A runtime folder of this test's own, the only place that is looked at. Sockets have no long paths."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        monkeypatch.setattr(monitor_module, "_folders", lambda: iter([Path(folder) / "runs"]))
+        monkeypatch.setattr(addresses_and_keys, "_folders", lambda: iter([Path(folder) / "runs"]))
         yield Path(folder) / "runs"
 
 
 def test_a_place_with_too_long_a_path_is_passed_over(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime.mkdir(mode=0o700)
     places = [runtime / ("a" * 120), runtime / "b"]
-    monkeypatch.setattr(monitor_module, "_folders", lambda: iter(places))
-    with monitor_module.listen_here():
-        assert [path.parent for path in monitor_module.sockets()] == [runtime / "b"]
+    monkeypatch.setattr(addresses_and_keys, "_folders", lambda: iter(places))
+    with addresses_and_keys.listen_here():
+        assert [path.parent for path in addresses_and_keys.sockets()] == [runtime / "b"]
 
 
 @contextlib.contextmanager
@@ -515,7 +516,7 @@ def test_a_folder_that_others_can_enter_is_neither_used_nor_read(
     with caplog.at_level("INFO", "lightning_recycle"), served(Monitor("x")) as server:
         assert server is None
         assert "recycle-status will not find this run" in caplog.text
-        assert monitor_module.sockets() == []
+        assert addresses_and_keys.sockets() == []
 
 
 def test_the_command_starts_quickly_and_without_torch() -> None:

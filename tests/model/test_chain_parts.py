@@ -604,7 +604,7 @@ def test_a_derivative_by_an_input_of_layers_elsewhere_is_refused(model, num_stag
 @pytest.mark.parametrize("num_stages", [2, 3])
 def test_a_large_tensor_beside_the_output_is_an_error_only_where_it_is_used(num_stages, monkeypatch):
     monkeypatch.setattr(chains, "LARGEST", 100)
-    with pytest.raises(ConfigurationError, match=r"uses features\['block 0'\], of more than 65,536 bytes"):
+    with pytest.raises(ConfigurationError, match=r"uses features\['block 0'\], of more than 100 bytes"):
         gradients(made(UsesFeatures), num_stages)
     monkeypatch.setattr(UsesFeatures, "beside", lambda self: sum(self.losses))
     assert_equal(gradients(made(UsesFeatures), num_stages), whole(made(UsesFeatures)))

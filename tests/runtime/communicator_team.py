@@ -434,7 +434,7 @@ def count_allocations(communicator: Communicator, sizes: Sequence[int], steps: i
 
 
 def bound_connecting(communicator: Communicator, seconds: float) -> None:
-    from lightning_recycle.runtime import groups as module
+    from lightning_recycle.runtime import groups_and_transports as module
 
     module._CONNECT_SECONDS = seconds
 

@@ -19,7 +19,7 @@ from support.waiting import wait_for
 from torch.distributed.distributed_c10d import AllreduceOptions
 
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.runtime import groups as gloo
+from lightning_recycle.runtime import groups_and_transports as gloo
 from lightning_recycle.runtime.groups_and_transports import Device, GroupFactory, UnsupportedError, _with_address
 
 

@@ -376,7 +376,7 @@ def test_who_does_not_answer_is_told_from_who_is_slow(gates: list[Gate], silent:
             connect(gates[1], KEY, 3, 0, links, addresses, NEVER, SHORT)
         assert caught.value.silent == (1, 2)
         assert SHORT <= time.monotonic() - began < SHORT + 0.4
-    assert descriptors() == before
+    assert descriptors() <= before  # an earlier test may have left one to the garbage collector
 
 
 def test_addresses_of_ip_version_6_will_do() -> None:

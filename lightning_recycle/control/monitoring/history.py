@@ -41,6 +41,8 @@ from lightning_recycle.control.protocol.state import MembershipState, Record
 from lightning_recycle.errors import counted
 from lightning_recycle.planning.grid import Grid, Positions
 
+log = logging.getLogger(__name__)
+
 PARTS: Mapping[str, tuple[str, ...]] = {
     "useful": ("training",),
     "bubble": ("training",),
@@ -173,8 +175,6 @@ class Goodput:
         if seconds:
             self._seconds[cause, phase] = self._seconds.get((cause, phase), 0.0) + seconds
 
-
-log = logging.getLogger(__name__)
 
 _events = logging.getLogger("lightning_recycle.events")
 

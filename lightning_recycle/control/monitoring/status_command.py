@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_recycle.arguments import SECONDS, command_parser, exit_without_reader, flag_value
-from lightning_recycle.control.monitoring.monitor import connect_to, sockets
+from lightning_recycle.control.network.addresses_and_keys import connect_to, sockets
 from lightning_recycle.errors import ConfigurationError, counted
 
 _SECONDS = 5.0  # for an answer

@@ -1,4 +1,4 @@
-"""Plans for any failed workers: ready, stored or made at once; the queue of questions.
+"""Plans for any failed workers, ready, stored or made at once; the planning queue.
 
 Concept: a *job* is a generator that yields pure questions and gets their answers; a newer one replaces that of its
 :class:`Urgency`. The most urgent job goes on, in a thread; the planning process answers
@@ -71,9 +71,9 @@ from lightning_recycle.planning.schedule import PlanResult, Schedule
 from lightning_recycle.planning.split_backward import SplitCosts, TechniqueChoice, choose_technique
 from lightning_recycle.planning.timing import retime
 
-_END_SECONDS = 30.0  # for a user's version of the heuristic that does not look whether its plan is wanted
-
 log = logging.getLogger(__name__)
+
+_END_SECONDS = 30.0  # for a user's version of the heuristic that does not look whether its plan is wanted
 
 
 class Urgency(IntEnum):
@@ -232,8 +232,6 @@ _KEPT_OPERATIONS = 2_000_000  # in the schedules that are kept; about 180 bytes 
 _SAME_COSTS = 0.1  # of the mean operation: a plan for costs that differ less is not made again
 _AS_GOOD = 0.001  # of a period: a stored plan that is so near to the lower bound needs no other
 _APART_FROM = 1_000  # operations: smaller schedules take less time than starting a process, and delay no message
-
-log = logging.getLogger(__name__)
 
 _PlanKey: TypeAlias = tuple[frozenset[Worker], tuple[tuple[Worker, float], ...]]
 

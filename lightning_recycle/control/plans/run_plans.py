@@ -266,8 +266,6 @@ _STEPS_BEFORE_PLANNING_AHEAD = 3  # the first ones are slower than the rest
 _LEAST_GAIN = 0.005  # of a step: what a better plan must save; switching to it costs a message
 _LEAST_GAIN_OF_MEMORY = 0.02  # what using the memory there is must save; times of the first steps are not exact
 
-log = logging.getLogger(__name__)
-
 
 class RunPlans:
     """Chooses what the workers of ``grid`` run, from the plans of ``provider``.

@@ -57,6 +57,8 @@ from lightning_recycle.runtime.nccl.nccl_library import SUMMED, CudaStreams, Ncc
 from lightning_recycle.runtime.nccl.transfer_order import Collective, GroupPayloads, Payloads, Receiving, Sending, Side
 from lightning_recycle.runtime.wire import Channel, ValueLayout
 
+log = logging.getLogger(__name__)
+
 
 class NcclOps:
     """The communicators of one worker in one generation, and their traffic.
@@ -333,8 +335,6 @@ def _poll_seconds(waited: float) -> float:
     """Interval between looks at the device after ``waited`` seconds without events."""
     return min(max(_POLL_SHARE * waited, _POLL_SECONDS[0]), _POLL_SECONDS[1])
 
-
-log = logging.getLogger(__name__)
 
 _LINKS = "payloads"  # name of the group of links
 _PACKED_BYTES = 64 * 1024  # what is smaller is there by Gloo before two notes have gone to and fro
