@@ -189,7 +189,7 @@ class RunAttempt:
             self._coordinator_options(),
             host=host,
             port=port,
-            authkey=key_from_environment() if listens else None,
+            authkey=key_from_environment(needed_by="RECYCLE_LISTEN") if listens else None,
             on_profile=partial(_write_profile, self._profile_path),
             start_worker=self._start_worker,
             setup=pack(self._setup),

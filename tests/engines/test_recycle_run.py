@@ -240,7 +240,7 @@ def test_a_program_that_never_trains_is_no_silent_success() -> None:
     with running(*shell("sleep 5")) as process:
         _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0
-    assert "No worker connected: the program has not trained." in errors
+    assert "No run began: the program has not trained." in errors
 
 
 @pytest.mark.parametrize(
@@ -254,13 +254,14 @@ def test_a_program_that_never_trains_is_no_silent_success() -> None:
 def test_a_run_has_the_name_of_its_program(command: list[str], name: str) -> None:
     assert recycle_run._script_of(command) == name
     place = recycle_run._RunAddress(("127.0.0.1", 1), "secret", hosts_it=True)
-    assert f"--name={name}" in recycle_run._coordinator_task(place, name).command
+    words = recycle_run._coordinator_task(place, name, 2).command
+    assert {f"--name={name}", "--started=2", "--alone"} <= {*words}
 
 
 def test_how_others_join_is_said_once_the_coordinator_listens() -> None:
     with running(*shell("exec sleep 100")) as process:
         line_with(process, lambda line: line.startswith("[coordinator] listening on"))
-        assert next_line(process).startswith("[coordinator] For other machines to join, start it with --coordinator")
+        assert next_line(process).startswith("[coordinator] For other machines to join, start recycle-run with")
 
 
 # ---------------------------------------------------------------------- trainings

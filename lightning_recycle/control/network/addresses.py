@@ -42,7 +42,9 @@ def address_from(text: str, name: str, *, least_port: int = 0, usual_host: str =
         host = usual_host
     elif host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
-    elif ":" in host and "/" not in host:
+    elif ":" in host and _is_name(host):
+        host = ""
+    elif ":" in host:
         raise ConfigurationError(f"{given}: put an IPv6 address into brackets, as in '[{host}]:{port}'.")
     if not host or not is_number or "/" in host:
         example = "'10.0.0.1:8265', or a port" if usual_host else "'10.0.0.1:29400'"

@@ -29,8 +29,10 @@ _MOST_BYTES = 4096  # of a file with a key
 _KEY, _KEY_FILE = "RECYCLE_KEY", "RECYCLE_KEY_FILE"
 
 
-def key_from_environment(environ: Mapping[str, str] = os.environ) -> bytes:
+def key_from_environment(environ: Mapping[str, str] = os.environ, needed_by: str = "") -> bytes:
     """The secret of a run, from ``RECYCLE_KEY`` or else from the key file.
+
+    ``needed_by``: a variable that is set, for the error.
 
     Raises ConfigurationError if neither variable is set, the key is shorter than 16 bytes, or others may read the file.
     """
@@ -41,7 +43,8 @@ def key_from_environment(environ: Mapping[str, str] = os.environ) -> bytes:
     if path:
         return check_key(_read(path), f"{_KEY_FILE}={path}")
     raise ConfigurationError(
-        "RECYCLE_KEY is not set: give the coordinator and all workers the same secret, for example"
+        (f"{needed_by} is set, and " if needed_by else "")
+        + "RECYCLE_KEY is not set: give the coordinator and all workers the same secret, for example"
         ' RECYCLE_KEY="$(head -c 32 /dev/urandom | base64)", or RECYCLE_KEY_FILE, a file with it.'
     )
 
