@@ -48,6 +48,7 @@ from lightning_recycle.launch.worker_process import run_outside
 from lightning_recycle.pickling import exit_if_importing
 from lightning_recycle.planning.grid import Positions
 from lightning_recycle.planning.schedule import Schedule
+from lightning_recycle.processes import name_process
 from lightning_recycle.session.lightning_internals import (
     mark_saved,
     saves_on_exception,
@@ -96,6 +97,8 @@ class SupervisorLauncher:
             check_workers_environment()
             for warning in [] if self._has_run else unknown_variables():
                 log.warning("%s", warning)
+        else:
+            name_process("recycle worker")  # for a recycle-run, too: it takes Ctrl-C from now on
         self._interrupted, self._said_how_it_ended = True, False
         call = TrainerCall(trainer, function, args, kwargs)
         if self._untrained is not None:

@@ -236,6 +236,17 @@ def test_where_no_coordinator_can_listen_no_worker_is_started(
     assert output == ""
 
 
+def test_ctrl_c_before_the_training_shows_no_traceback() -> None:
+    importing = [sys.executable, "-c", "import time; print('ready', flush=True); time.sleep(100)"]
+    with running("--nproc-per-node", "2", *importing) as process:
+        for _ in range(2):
+            line_with(process, lambda line: "ready" in line)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+
+
 def test_a_program_that_never_trains_is_no_silent_success() -> None:
     with running(*shell("sleep 5")) as process:
         _, errors = process.communicate(timeout=PATIENCE)
