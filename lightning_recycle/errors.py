@@ -24,8 +24,9 @@ def suggestion(value: object, choices: Iterable[object], prefix: str = "") -> st
     """
     by_name = {str(choice).removeprefix(prefix).lower(): choice for choice in choices}
     wrong = value.removeprefix(prefix).lower() if isinstance(value, str) else ""
-    near = difflib.get_close_matches(wrong, by_name, n=1) if len(by_name) > 1 else ()
-    return f" Did you mean {by_name[near[0]]!r}?" if near else ""
+    begun = [name for name in by_name if wrong and name.startswith(wrong)]
+    near = begun if len(begun) == 1 else difflib.get_close_matches(wrong, by_name, n=1)
+    return f" Did you mean {by_name[near[0]]!r}?" if near and len(by_name) > 1 else ""
 
 
 def unknown(kind: str, name: str, known: Collection[str], otherwise: str = "") -> str:

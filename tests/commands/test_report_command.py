@@ -487,6 +487,7 @@ def test_ctrl_c_ends_it_without_a_traceback(monkeypatch: pytest.MonkeyPatch, tmp
         ("recycle-coordinator", "lightning_recycle.control.coordinator.standalone", "--timout", "--timeout"),
         ("recycle-report", "lightning_recycle.commands.report", "--titel", "--title"),
         ("recycle-run", "lightning_recycle.engines.recycle_run", "--nproc-per-nod", "--nproc-per-node"),
+        ("recycle-run", "lightning_recycle.engines.recycle_run", "--nproc", "--nproc-per-node"),
         ("recycle-status", "lightning_recycle.control.monitoring.status_command", "--whatch", "--watch"),
     ],
 )

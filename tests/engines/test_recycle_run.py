@@ -106,6 +106,7 @@ def test_after_an_exception_of_one_worker_the_others_are_ended() -> None:
         (["no-such-script.py"], "There is no file 'no-such-script.py' in"),
         (["python", "-u", "no-such-script.py", "x.py"], "There is no file 'no-such-script.py' in"),
         (["--nproc-per-node", "0", "x"], "--nproc-per-node 0: give an integer of at least 1."),
+        (["--nproc-per-node"], "expected one argument; see recycle-run --help.\n"),
         (["--nproc-per-node", "x"], "--nproc-per-node x: give an integer of at least 1."),
         (["--max-restarts", "-1", "x"], "--max-restarts -1"),
         (["--grace", "0", "x"], "--grace 0"),

@@ -82,7 +82,7 @@ _FLAGS = {
 # Of the values of flags; those of all others are seconds.
 _UNITS = {
     "planner": "NAME",
-    "memory": "BYTES",
+    "memory": "LIMIT",
     "checksum_every": "STEPS",
     "verify": "SHARE",
     "min_pipelines": "N",
