@@ -160,7 +160,7 @@ def _in_slurm(options: argparse.Namespace, command: Sequence[str], task: SlurmTa
 
 
 def _coordinator_task(place: _RunAddress, name: str, workers: int) -> ProcessCommand:
-    """The coordinator of the run ``name``, begun with ``workers``; it ends with its parent.
+    """The coordinator of the run ``name``, with ``workers`` that are started here.
 
     It obeys words on its standard input, not signals: SLURM sends the workers' signals to every process of a task, and
     the coordinator is needed until they have saved.

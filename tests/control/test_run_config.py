@@ -57,16 +57,17 @@ def test_the_script_says_what_the_command_line_leaves_open():
 
 
 @pytest.mark.parametrize(("options", "wants", "refused", "remedy"), [
-    (["--started=2", "--invitation=Join by X.", "--alone"], WANTS, True, "--nproc-per-node 4. Join by X."),
-    (["--started=2", "--invitation=Join by X."], WANTS, False, "--nproc-per-node 4. Join by X."),
-    (["--started=2"], WANTS, False, "srun --ntasks=4."),
+    (["--started=2", "--invitation=Join.", "--alone"], WANTS, True, "--nproc-per-node 4, {}. Join."),
+    (["--started=2", "--invitation=Join."], WANTS, False, "--nproc-per-node 4, {}. Join."),
+    (["--started=2"], WANTS, False, "srun --ntasks=4, {}."),
     (["--started=2", "--alone"], wanting(recovery__min_pipelines=1), False, ""),
     (["--started=4", "--alone"], WANTS, False, ""),
     ([], WANTS, False, ""),
 ])  # fmt: skip
 def test_too_few_workers_of_recycle_run_are_refused_where_no_others_can_join(options, wants, refused, remedy, caplog):
     parsed = standalone._parser().parse_args(["--listen", "h:1", *options])
-    expected = f"The script needs 4 workers, and recycle-run has started 2: give {remedy}" if remedy else ""
+    expected = "The script needs 4 workers, and recycle-run has started 2: give " if remedy else ""
+    expected += remedy.format("or the script fewer devices")
     with pytest.raises(ConfigurationError) if refused else contextlib.nullcontext() as caught:
         standalone._check_started(parsed, settle({}, wants))
     assert (str(caught.value) if refused else caplog.text.strip()).endswith(expected)

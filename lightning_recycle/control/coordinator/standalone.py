@@ -233,13 +233,13 @@ def _tell(terms: RunConfig, outcome: Outcome, with_traceback: bool) -> None:
 
 
 def _check_started(options: argparse.Namespace, terms: RunConfig) -> None:
-    """Warns if recycle-run has started too few workers; refuses them if no others can come."""
+    """Warns of too few workers of recycle-run; refuses them if no others can come."""
     needed = terms.options().recovery.least(terms.grid.pipelines) * terms.grid.stages * terms.members
     if options.started is None or options.started >= needed:
         return
     more = f"--nproc-per-node {needed}" if options.invitation else f"srun --ntasks={needed}"
-    text = f"The script needs {counted(needed, 'worker')}, and recycle-run has started {options.started}: give {more}."
-    text = " ".join([text, *options.invitation])
+    short = f"The script needs {counted(needed, 'worker')}, and recycle-run has started {options.started}"
+    text = " ".join([f"{short}: give {more}, or the script fewer devices.", *options.invitation])
     if options.alone:
         raise ConfigurationError(text)
     log.warning("%s", text)
