@@ -35,7 +35,8 @@ __version__ = "0.1.0"
 class _Parser(argparse.ArgumentParser):
     @override
     def error(self, message: str) -> NoReturn:
-        unknown = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
+        words = message.split() if message.startswith("unrecognized") else ()
+        unknown = [word.partition("=")[0] for word in words if word.startswith("--")]
         flags = {flag: action.option_strings[0] for action in self._actions for flag in action.option_strings}
         meant = "".join(suggestion(flag, flags.values(), "--") for flag in unknown if flag not in flags)
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help.{meant}\n")

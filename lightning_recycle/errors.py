@@ -20,17 +20,23 @@ OTHER_LIGHTNING = (
 def suggestion(value: object, choices: Iterable[object], prefix: str = "") -> str:
     """The end of an error for ``value``: the nearest of ``choices``, or "".
 
-    ``prefix``: of all of them, which is not compared.
+    ``prefix``: of all of them, which is not compared. A single choice is no suggestion: the error names it.
     """
     by_name = {str(choice).removeprefix(prefix).lower(): choice for choice in choices}
     wrong = value.removeprefix(prefix).lower() if isinstance(value, str) else ""
-    near = difflib.get_close_matches(wrong, by_name, n=1)
-    return f" Did you mean {by_name[near[0]]!r}?" if near else ""
+    begun = [name for name in by_name if wrong and name.startswith(wrong)]
+    near = begun if len(begun) == 1 else difflib.get_close_matches(wrong, by_name, n=1)
+    return f" Did you mean {by_name[near[0]]!r}?" if near and len(by_name) > 1 else ""
 
 
 def unknown(kind: str, name: str, known: Collection[str], otherwise: str = "") -> str:
     """The error for a ``name`` that is none of the ``known`` ones of a ``kind``."""
-    return f"unknown {kind} {name!r}: choose one of {', '.join(known)}{otherwise}.{suggestion(name, known)}"
+    return f"unknown {kind} {name!r}: {choose_from(known)}{otherwise}.{suggestion(name, known)}"
+
+
+def choose_from(choices: Collection[str]) -> str:
+    """The remedy that lists ``choices``."""
+    return f"{'choose one of' if len(choices) > 1 else 'the only one is'} {', '.join(choices)}"
 
 
 def counted(count: int, noun: str) -> str:

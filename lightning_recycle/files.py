@@ -95,12 +95,14 @@ def write_json(path: str | PathLike[str], data: Any) -> None:
 
 
 def check_parent(setting: str, path: str | PathLike[str]) -> None:
-    """Raises ConfigurationError if the parent folder of ``path`` does not exist."""
+    """Raises ConfigurationError if no file or folder can be made at ``path``."""
     folder = Path(path).parent
     if not folder.exists():
         raise ConfigurationError(
             f"{setting}={path}: there is no folder {folder}: give another path, or make it with mkdir -p {folder}."
         )
+    if not os.path.exists(path) and not os.access(folder, os.W_OK):
+        raise ConfigurationError(f"{setting}={path}: you may not write to {folder}: give another path.")
 
 
 def check_ending(setting: str, path: str | PathLike[str], ending: str, otherwise: str) -> None:

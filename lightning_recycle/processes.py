@@ -74,6 +74,13 @@ def name_process(name: str) -> None:
         Path("/proc/self/comm").write_text(name)
 
 
+def name_of(pid: int) -> str:
+    """The name of a process of this machine: its program's, or its own; "" if unknown."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text()
+    return ""
+
+
 # ---------------------------------------------------------------------- states of other processes
 
 

@@ -23,6 +23,7 @@ from lightning_recycle import (
     VerificationOptions,
 )
 from lightning_recycle.arguments import OptionGroup
+from lightning_recycle.errors import unknown
 from lightning_recycle.launch.launcher import _shown_at
 from lightning_recycle.session.configuration import Options
 
@@ -85,6 +86,11 @@ def test_a_group_answers_likewise() -> None:
         VerificationOptions(**misspelt)
 
 
+def test_a_single_choice_is_named_without_a_question() -> None:
+    assert unknown("costs", "fil", ["file"]) == "unknown costs 'fil': the only one is file."
+    assert unknown("costs", "fil", ["file", "unit"]).endswith("choose one of file, unit. Did you mean 'file'?")
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -99,7 +105,10 @@ def test_a_group_answers_likewise() -> None:
         (lambda: PlanningOptions(split_backward=2), "split_backward=2"),  # type: ignore[arg-type]
         (lambda: PlanningOptions(split_backward="ture"), r"or False. Did you mean True\?$"),  # type: ignore[arg-type]
         (lambda: PlanningOptions(partition=[3, 0]), r"PlanningOptions\(partition=\[3, 0\]\): use 'count', or"),
-        (lambda: PlanningOptions(planner="highs2"), r"gurobi, heuristic, highs. Did you mean 'highs'\?$"),
+        (
+            lambda: PlanningOptions(planner="highs2"),
+            r"^PlanningOptions\(planner='highs2'\): .*Did you mean 'highs'\?$",
+        ),
         (lambda: VerificationOptions(on_corruption="evicted"), r"Did you mean 'evict'\?$"),  # type: ignore[arg-type]
         (lambda: RecoveryOptions(on_stage_lost="Restart"), r"Did you mean 'restart'\?$"),  # type: ignore[arg-type]
         (lambda: CheckpointOptions(gather_result="autp"), r"Did you mean 'auto'\?$"),  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightning_recycle import files
+from lightning_recycle.errors import ConfigurationError
 
 
 def text(path: Path) -> str:
@@ -113,3 +114,10 @@ def test_text_goes_through_a_link_and_to_what_is_no_file(tmp_path):
 
 def test_the_longest_name_can_be_written(tmp_path):
     files.write_atomically(tmp_path / ("ü" * 100), "text")
+
+
+def test_a_folder_that_may_not_be_written_is_refused_before_the_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    with pytest.raises(ConfigurationError, match=f"output=.*: you may not write to {tmp_path}: give another path"):
+        files.check_parent("output", tmp_path / "new")
+    files.check_parent("output", "/dev/stdout")

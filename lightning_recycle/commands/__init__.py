@@ -33,7 +33,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandat
 from rich.console import Console, RenderableType
 
 from lightning_recycle.arguments import BOOLEAN, __version__, exit_without_reader
-from lightning_recycle.errors import ConfigurationError, ReCycleError, suggestion, unknown
+from lightning_recycle.errors import ConfigurationError, ReCycleError, choose_from, suggestion, unknown
 
 _EXIT_BAD_INPUT, _EXIT_INTERRUPTED = 2, 130
 _SHOW_ALL = "RECYCLE_FULL_ERROR"
@@ -184,7 +184,7 @@ def _instead_of(setting: str, node: DictConfig) -> str:
     for group in known:
         if isinstance(settings[group], dict) and name in settings[group]:
             meant = f" Did you mean '{place}{dot}{group}.{name}'?"
-    return f"choose one of {', '.join(known)}{_elsewhere(place, name, known)}.{meant}"
+    return f"{choose_from(known)}{_elsewhere(place, name, known)}.{meant}"
 
 
 def _elsewhere(group: str, name: str, known: list[str]) -> str:

@@ -25,7 +25,7 @@ from typing import IO, Any, BinaryIO
 
 from lightning_recycle.control.client import EXIT_INTERRUPTED, EXIT_LEFT, EXIT_LOST_COORDINATOR, EXIT_STOPPED
 from lightning_recycle.errors import counted
-from lightning_recycle.processes import die_with_parent
+from lightning_recycle.processes import die_with_parent, name_of
 
 _SIGNALS = range(1, 65)
 
@@ -233,6 +233,12 @@ class Child:
                 self.process.stdin.flush()
 
     def signal(self, number: int) -> None:
+        """Sends a signal: for Ctrl-C SIGTERM to a script that still imports.
+
+        It has nothing to save, and would show a traceback.
+        """
+        if number == signal.SIGINT and name_of(self.process.pid).startswith("python"):
+            number = signal.SIGTERM
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(number)
 

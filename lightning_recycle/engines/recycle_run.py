@@ -76,10 +76,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _meeting_address(options: argparse.Namespace, environ: Mapping[str, str]) -> _RunAddress:
     if "RECYCLE_COORDINATOR" in environ:
         address = addresses.address_from(environ["RECYCLE_COORDINATOR"], "RECYCLE_COORDINATOR", least_port=1)
-        return _RunAddress(address, key_from_environment(environ).decode(), hosts_it=False)
-    has_key = {"RECYCLE_KEY", "RECYCLE_KEY_FILE"} & environ.keys()  # others are to join with it
-    key = key_from_environment(environ).decode() if has_key else secrets.token_urlsafe(32)
+        return _RunAddress(address, key_from_environment(environ, "RECYCLE_COORDINATOR").decode(), hosts_it=False)
+    key = key_from_environment(environ).decode() if _has_key(environ) else secrets.token_urlsafe(32)
     return _RunAddress(_own_address(options.coordinator), key, hosts_it=True)
+
+
+def _has_key(environ: Mapping[str, str]) -> bool:
+    """Whether others can join the run: they know its key."""
+    return not {"RECYCLE_KEY", "RECYCLE_KEY_FILE"}.isdisjoint(environ)
 
 
 def _invitation(place: _RunAddress, environ: Mapping[str, str]) -> str:
@@ -89,7 +93,7 @@ def _invitation(place: _RunAddress, environ: Mapping[str, str]) -> str:
     if key is not None and host in _LOOPBACK:
         return f"{host} is reachable from this machine only: give --coordinator an address of this machine."
     if key is None:
-        return "For other machines to join, start it with --coordinator HOST:PORT and RECYCLE_KEY_FILE."
+        return "For other machines to join, start recycle-run with --coordinator HOST:PORT and RECYCLE_KEY_FILE."
     value = shlex.quote(environ[key]) if key == "RECYCLE_KEY_FILE" else "..."  # a secret is not printed
     return (
         f"Another machine joins by: RECYCLE_COORDINATOR={addresses.shown(place.address)} {key}={value} recycle-run"
@@ -117,7 +121,7 @@ def _agent(options: argparse.Namespace, command: Sequence[str], place: _RunAddre
         return ProcessCommand(name, tuple(command), environ)
 
     tasks = list(map(worker, range(options.nproc_per_node or 1)))
-    coordinator = _coordinator_task(place, _script_of(command)) if place.hosts_it else None
+    coordinator = _coordinator_task(place, _script_of(command), len(tasks)) if place.hosts_it else None
     names = len(tasks) + (coordinator is not None) > 1
     grace = None if in_slurm else options.grace
     return Agent(tasks, options.max_restarts, Printer(names), grace, coordinator, pipes=names)
@@ -155,15 +159,19 @@ def _in_slurm(options: argparse.Namespace, command: Sequence[str], task: SlurmTa
 # ---------------------------------------------------------------------- processes
 
 
-def _coordinator_task(place: _RunAddress, name: str) -> ProcessCommand:
-    """The coordinator of the run ``name``; it ends with its parent.
+def _coordinator_task(place: _RunAddress, name: str, workers: int) -> ProcessCommand:
+    """The coordinator of the run ``name``, with ``workers`` that are started here.
 
     It obeys words on its standard input, not signals: SLURM sends the workers' signals to every process of a task, and
     the coordinator is needed until they have saved.
     """
-    invites = [] if place.task is not None else ["--invitation", _invitation(place, os.environ)]
+    if place.task is not None:
+        others = [f"--started={place.task.count}"]
+    else:
+        others = [f"--started={workers}", "--invitation", _invitation(place, os.environ)]
+        others += [] if _has_key(os.environ) else ["--alone"]
     where = ("--listen", addresses.shown(place.address), f"--name={name}")
-    command = (sys.executable, "-c", _PROGRAM, *where, "--obey", *invites)
+    command = (sys.executable, "-c", _PROGRAM, *where, "--obey", *others)
     own = {name: value for name, value in os.environ.items() if name not in _NOT_PASSED_ON}
     return ProcessCommand("coordinator", command, {**own, "RECYCLE_KEY": place.key}, listens=True)
 

@@ -64,7 +64,7 @@ def discover(environ: Mapping[str, str] = os.environ) -> Discovered | None:
     device, device_from = _device(environ)
     return Discovered(
         coordinator=address_from(where, "RECYCLE_COORDINATOR", least_port=1),
-        key=key_from_environment(environ),
+        key=key_from_environment(environ, "RECYCLE_COORDINATOR"),
         node=machine_name(environ),
         device=device,
         device_from=device_from,

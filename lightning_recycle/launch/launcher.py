@@ -64,6 +64,7 @@ from lightning_recycle.planning.costs import Profile, save_profile
 from lightning_recycle.planning.grid import Positions, Worker
 from lightning_recycle.planning.plan_library import PlanLibrary
 from lightning_recycle.planning.schedule import Schedule
+from lightning_recycle.processes import name_process
 from lightning_recycle.session.configuration import WorkerIdentity
 from lightning_recycle.session.lightning_internals import (
     mark_saved,
@@ -221,7 +222,7 @@ class RunAttempt:
             self._coordinator_options(),
             host=host,
             port=port,
-            authkey=key_from_environment() if listens else None,
+            authkey=key_from_environment(needed_by="RECYCLE_LISTEN") if listens else None,
             on_profile=partial(_write_profile, self._profile_path),
             start_worker=self._start_worker,
             setup=pack(self._setup),
@@ -351,6 +352,8 @@ class SupervisorLauncher:
             check_workers_environment()
             for warning in [] if self._has_run else unknown_variables():
                 log.warning("%s", warning)
+        else:
+            name_process("recycle worker")  # for a recycle-run, too: it takes Ctrl-C from now on
         self._interrupted, self._said_how_it_ended = True, False
         call = TrainerCall(trainer, function, args, kwargs)
         if self._untrained is not None:

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 from lightning_recycle.arguments import PATH, SWITCH, Check, OptionGroup, choice, is_integer, option, suggests_options
-from lightning_recycle.errors import ConfigurationError, unknown
+from lightning_recycle.errors import ConfigurationError, choose_from
 from lightning_recycle.planning.costs import MemoryLimit, is_memory_limit
 from lightning_recycle.planning.exact_planner import BACKENDS, ExactPlanner
 from lightning_recycle.planning.heuristic_planner import HeuristicPlanner
@@ -63,20 +63,22 @@ def available_planners() -> tuple[str, ...]:
     return tuple(sorted(_REGISTRY))
 
 
-def get_planner(planner: str | Planner) -> Planner:
+def get_planner(planner: str | Planner, owner: str = "") -> Planner:
     """The planner of that name; a planner is returned unchanged.
+
+    ``owner``: the class whose argument it is, for the error.
 
     Raises:
         ConfigurationError: when the name is unknown.
     """
     if isinstance(planner, str):
         if planner not in _REGISTRY:
-            raise ConfigurationError(unknown("planner", planner, available_planners()))
+            names = available_planners()
+            raise ConfigurationError.for_option(owner, "planner", planner, choose_from(names), names)
         return _REGISTRY[planner]()
     if not isinstance(planner, Planner):
-        raise ConfigurationError(
-            f"{planner!r} is not a planner: give a name, e.g. 'heuristic', or an object with a method plan(problem)."
-        )
+        remedy = "give a name, such as 'heuristic', or an object with a method plan(problem)"
+        raise ConfigurationError.for_option(owner, "planner", planner, remedy)
     return planner
 
 
@@ -189,7 +191,7 @@ class PlanningOptions(OptionGroup):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        get_planner(self.planner)
+        get_planner(self.planner, "PlanningOptions")
 
     @property
     def technique(self) -> Technique:

@@ -153,7 +153,7 @@ def cost_of(result: Record) -> float | None:
 
 
 def load_results(folder: str | Path) -> list[Record]:
-    """All ``result.json`` below ``folder``, in the order of their paths.
+    """All ``result.json`` below ``folder``, by policy in display order, then path.
 
     Raises:
         ConfigurationError: when there are none, or one cannot be parsed.
@@ -164,7 +164,8 @@ def load_results(folder: str | Path) -> list[Record]:
     files = sorted(root.rglob("result.json"), key=_in_order)
     if not files:
         raise ConfigurationError(f"there is no result.json in {root}: make some with recycle-simulate output=FOLDER.")
-    return list(map(_load, files))
+    places = {name: place for place, name in enumerate(POLICIES)}
+    return sorted(map(_load, files), key=lambda record: places.get(record["policy"]["name"], len(places)))
 
 
 def _in_order(file: Path) -> list[tuple[int, int, str]]:

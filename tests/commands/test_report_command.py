@@ -15,7 +15,7 @@ from lightning_recycle import __version__
 from lightning_recycle.commands.report import render_report
 from lightning_recycle.traces import load_trace
 from lightning_recycle.visualize.charts import linear, logarithmic
-from lightning_recycle.visualize.records import error, load_results, number, schedule_of
+from lightning_recycle.visualize.records import POLICIES, error, load_results, number, schedule_of
 from lightning_recycle.visualize.sections import averaged
 
 pytestmark = pytest.mark.long
@@ -159,6 +159,14 @@ def test_every_result_stands_in_its_section(
 def test_all_runs_show_what_the_time_was_worth(page: Page, records: list[dict[str, Any]]) -> None:
     for key in ("goodput", "ettr", "mfu", "fraction_of_ideal"):
         assert sorted(page.values("runs", key)) == sorted(each[key] for each in records)
+
+
+def test_policies_have_one_order_everywhere(page: Page) -> None:
+    shown = [name for name, _ in POLICIES.values()]
+    firsts = [row[0]["text"].partition(" (")[0] for row in page.rows["runs"] if row]
+    tables = [firsts[: len(firsts) // 2], firsts[len(firsts) // 2 :]]  # results, commands
+    for table in tables:
+        assert table == sorted(table, key=shown.index)
 
 
 def test_pictures_are_by_schedule_where_all_policies_have_both(page: Page) -> None:
@@ -479,6 +487,7 @@ def test_ctrl_c_ends_it_without_a_traceback(monkeypatch: pytest.MonkeyPatch, tmp
         ("recycle-coordinator", "lightning_recycle.control.coordinator.standalone", "--timout", "--timeout"),
         ("recycle-report", "lightning_recycle.commands.report", "--titel", "--title"),
         ("recycle-run", "lightning_recycle.engines.recycle_run", "--nproc-per-nod", "--nproc-per-node"),
+        ("recycle-run", "lightning_recycle.engines.recycle_run", "--nproc", "--nproc-per-node"),
         ("recycle-status", "lightning_recycle.control.monitoring.status_command", "--whatch", "--watch"),
     ],
 )

@@ -15,7 +15,7 @@ from control_worker import Member, train
 from support.forked import ForkedProcess
 from support.scripts import COORDINATOR
 from support.thread_client import ThreadClient
-from support.waiting import next_line
+from support.waiting import PATIENCE, next_line
 
 from lightning_recycle.control.client import pack
 from lightning_recycle.control.coordinator.coordinator import Coordinator
@@ -33,7 +33,7 @@ from lightning_recycle.planning.planner import PlanningOptions
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.schedule import Schedule
 
-PATIENCE = 15.0  # seconds for what must happen
+TIMEOUT = 15.0  # seconds, of coordinators
 SILENCE = 1.0  # heartbeat timeout of these tests
 KEY = "the key of this test"
 GRID = Grid(2, 2, 1)  # ranks 0 and 2 are stage 0, ranks 1 and 3 stage 1
@@ -127,10 +127,10 @@ class ControlPlane:
         self.planner = FakePlanner(grid) if planner is None else planner
         all_options: Any = CoordinatorOptions(
             **{
-                "heartbeat": HeartbeatTimeouts(PATIENCE),
-                "report_timeout": PATIENCE,
+                "heartbeat": HeartbeatTimeouts(TIMEOUT),
+                "report_timeout": TIMEOUT,
                 "grace": 0.1,
-                "recovery": RecoveryOptions(rebalance="never", start_timeout=PATIENCE),
+                "recovery": RecoveryOptions(rebalance="never", start_timeout=TIMEOUT),
                 **options,
             }
         )

@@ -50,6 +50,8 @@ def test_an_address_is_read_and_shown(text: str, address: tuple[str, int]) -> No
         ("host:\N{SUPERSCRIPT TWO}", "give host:port"),
         ("http://host:80", "give host:port"),
         ("8080", "give host:port"),
+        ("x:y:z", "give host:port"),
+        ("x:y:5", "give host:port"),
         ("::1:5", r"brackets, as in '\[::1\]:5'"),
     ],
 )

@@ -10,10 +10,10 @@ from multiprocessing.connection import wait
 from typing import Any
 
 import pytest
-from control_plane import GRID, PATIENCE, SILENCE, ControlPlane, beat, die, fake_schedule, in_thread, together
+from control_plane import GRID, SILENCE, ControlPlane, beat, die, fake_schedule, in_thread, together
 from control_worker import Member
 from support.forked import ForkedProcess
-from support.waiting import next_line
+from support.waiting import PATIENCE, next_line
 
 from lightning_recycle.control.client import EXIT_LOST_COORDINATOR, EXIT_RAISED, EXIT_STOPPED
 from lightning_recycle.control.options import HeartbeatTimeouts, RecoveryOptions

@@ -7,8 +7,9 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from control_plane import GRID, PATIENCE, ControlPlane, beat, die, fake_schedule, in_thread, together
+from control_plane import GRID, ControlPlane, beat, die, fake_schedule, in_thread, together
 from control_worker import Payload
+from support.waiting import PATIENCE
 
 from lightning_recycle.control.client import Interrupted, unpack
 from lightning_recycle.control.network.connection import Refused, connect

@@ -7,8 +7,9 @@ from functools import partial
 from typing import Any
 
 import pytest
-from control_plane import PATIENCE, ControlPlane, die, fake_schedule, in_thread, together
+from control_plane import ControlPlane, die, fake_schedule, in_thread, together
 from control_worker import Member
+from support.waiting import PATIENCE
 
 from lightning_recycle.control.client import EXIT_LEFT, EXIT_LOST_COORDINATOR, unpack
 from lightning_recycle.control.options import RecoveryOptions

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from control_plane import KEY, PATIENCE, in_thread, listening, standalone, together
+from control_plane import KEY, in_thread, listening, standalone, together
 from control_worker import Member
 from support.thread_client import ThreadClient
-from support.waiting import next_line
+from support.waiting import PATIENCE, next_line
 
 from lightning_recycle.control.client import EXIT_LOST_COORDINATOR
 from lightning_recycle.control.network.addresses_and_keys import free_port

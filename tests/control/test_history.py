@@ -164,6 +164,12 @@ def test_a_loss_is_a_warning_that_says_who_why_and_how_many_are_left(recorder, c
     assert line.getMessage() == "Worker (1, 1) was lost at step 7: killed. Live workers: 3 of 4."
 
 
+def test_before_the_first_generation_awaited_workers_do_not_count(caplog):
+    roster = Roster(frozenset({0, 1, 2}), joined=frozenset({1, 3}))
+    History(GRID).record(Record("failure", 0, 3, {"cause": "killed"}), MembershipState(GRID, roster))
+    assert caplog.messages == ["Worker (1, 1) was lost at step 0: killed. Connected workers: 1 of 4."]
+
+
 def test_events_of_a_worker_name_the_process_that_holds_the_position(caplog):
     history, state = History(GRID), STATE
     history.introduce(3, "node7", 4711)

@@ -10,11 +10,11 @@ import time
 from typing import Any
 
 import pytest
-from control_plane import PATIENCE, ControlPlane, in_thread, together
+from control_plane import ControlPlane, in_thread, together
 from control_worker import Member
 from hypothesis import HealthCheck, Phase, given, settings
 from support.hostile import assault, hostile_inputs
-from support.waiting import wait_for
+from support.waiting import PATIENCE, wait_for
 
 from lightning_recycle.control.coordinator import coordinator as coordinator_module
 from lightning_recycle.control.network.connection import (

@@ -1,7 +1,8 @@
 """Data that one worker sends to another through the coordinator, beside the training."""
 
 import pytest
-from control_plane import PATIENCE, die, in_thread
+from control_plane import die, in_thread
+from support.waiting import PATIENCE
 
 from lightning_recycle.control.client import Interrupted
 from lightning_recycle.control.protocol.member import Member

@@ -11,10 +11,10 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from control_plane import GRID, PATIENCE, ControlPlane, die, in_thread
+from control_plane import GRID, ControlPlane, die, in_thread
 from slow_planners import Exiting, Failing, Gated, Heavy, Modules, Unpicklable
 from support.process_tree import is_alive
-from support.waiting import next_line, wait_for
+from support.waiting import PATIENCE, next_line, wait_for
 
 from lightning_recycle.control.plans import plan_provider
 from lightning_recycle.control.plans.plan_provider import PlanProvider, make_plan

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from slow_planners import Endless, Failing, Unpicklable
 from support.planning_in_background import is_idle
-from support.waiting import wait_for
+from support.waiting import PATIENCE, wait_for
 
 from lightning_recycle import planning
 from lightning_recycle.control.plans.drift import DriftQuestion, Estimate
@@ -20,7 +20,6 @@ from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.child_process import Cancelled, UnexpectedError, cancelled_by, check_cancelled
 from lightning_recycle.planning.planner import PlanningOptions
 
-PATIENCE = 30.0  # seconds
 PROBLEM = planning.Problem(planning.Grid(3, 2, 4), planning.Costs.uniform(2))
 SLOW = Estimate(PROBLEM.costs, ((planning.Worker(0, 0), 2.0),))
 

@@ -1,16 +1,18 @@
 """What a run is to be: the coordinator's command line, and for the rest the script of its workers."""
 
+import contextlib
 import signal
 import threading
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from control_plane import KEY, PATIENCE, listening, together
+from control_plane import KEY, listening, together
 from support.thread_client import ThreadClient
-from support.waiting import wait_for
+from support.waiting import PATIENCE, wait_for
 
 from lightning_recycle.arguments import shared_options
+from lightning_recycle.control.coordinator import standalone
 from lightning_recycle.control.coordinator.admission import Reception
 from lightning_recycle.control.options import GROUPS, RecoveryOptions, Settings, VerificationOptions, difference, settle
 from lightning_recycle.control.plans.drift import DriftOptions
@@ -52,6 +54,24 @@ def test_the_script_says_what_the_command_line_leaves_open():
     assert options.recovery == expected
     assert options.verification == VerificationOptions("raise", 7, 0.01)
     assert options.drift == DriftOptions(0.1, 10, 100)
+
+
+@pytest.mark.parametrize(("options", "wants", "refused", "remedy"), [
+    (["--started=2", "--invitation=Join.", "--alone"], WANTS, True, "--nproc-per-node 4, {}. Join."),
+    (["--started=2", "--invitation=Join."], WANTS, False, "--nproc-per-node 4, {}. Join."),
+    (["--started=2"], WANTS, False, "srun --ntasks=4, {}."),
+    (["--started=2", "--alone"], wanting(recovery__min_pipelines=1), False, ""),
+    (["--started=4", "--alone"], WANTS, False, ""),
+    ([], WANTS, False, ""),
+])  # fmt: skip
+def test_too_few_workers_of_recycle_run_are_refused_where_no_others_can_join(options, wants, refused, remedy, caplog):
+    parsed = standalone._parser().parse_args(["--listen", "h:1", *options])
+    expected = "The script needs 4 workers, and recycle-run has started 2: give " if remedy else ""
+    expected += remedy.format("or the script fewer devices")
+    with pytest.raises(ConfigurationError) if refused else contextlib.nullcontext() as caught:
+        standalone._check_started(parsed, settle({}, wants))
+    assert (str(caught.value) if refused else caplog.text.strip()).endswith(expected)
+    assert bool(caplog.messages) == (bool(remedy) and not refused)
 
 
 def test_a_worker_on_another_kind_of_device_is_refused_by_name():

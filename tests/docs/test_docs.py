@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -348,9 +349,18 @@ def test_names_in_the_picture_of_the_architecture_are_in_the_code():
     assert [name for name in names if not re.search(rf"\b{name}\b", SOURCE)] == []
 
 
+def test_every_integration_test_is_in_one_group_of_the_index():
+    index = (ROOT / "CONTRIBUTING.md").read_text().partition("| group | files |")[2].partition("\n\n")[0]
+    patterns = re.findall(r"`([\w*]+)`", index)
+    for file in (ROOT / "tests" / "integration").glob("test_*.py"):
+        name = file.stem.removeprefix("test_")
+        found = [pattern for pattern in patterns if fnmatch(name, pattern)]
+        assert len(found) == 1 or found == ["*checkpoints", "sharded*"], f"{name}: {found}"
+
+
 def test_the_exit_codes_are_those_of_the_code():
-    codes = [int(row[0]) for row in table_under("operations.md", "exit code of a worker")]
-    assert codes == [0, EXIT_RAISED, EXIT_LOST_COORDINATOR, EXIT_STOPPED, EXIT_LEFT]
+    codes = {int(code) for row in table_under("operations.md", "way to end") for code in re.findall(r"\d+", row[1])}
+    assert {0, EXIT_RAISED, EXIT_LOST_COORDINATOR, EXIT_STOPPED, EXIT_LEFT} <= codes
     assert f"exit code {EXIT_LOST_COORDINATOR}" in text("faults.md")
 
 

@@ -17,12 +17,12 @@ from pathlib import Path
 import pytest
 from support.sampling import sampled
 from support.scripts import COORDINATOR, RECYCLE_RUN
+from support.waiting import PATIENCE
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "operations.md"
 KEY = "a secret of 16 bytes or more"
 COLUMNS = ("worker", "coordinator", "launcher", "run")
-PATIENCE = 300.0  # seconds; many starts of Python on a busy machine
 WAITING = ["sh", "-c", "echo ready; exec sleep 100"]
 Statuses = dict[str, int]
 

@@ -106,6 +106,7 @@ def test_after_an_exception_of_one_worker_the_others_are_ended() -> None:
         (["no-such-script.py"], "There is no file 'no-such-script.py' in"),
         (["python", "-u", "no-such-script.py", "x.py"], "There is no file 'no-such-script.py' in"),
         (["--nproc-per-node", "0", "x"], "--nproc-per-node 0: give an integer of at least 1."),
+        (["--nproc-per-node"], "expected one argument; see recycle-run --help.\n"),
         (["--nproc-per-node", "x"], "--nproc-per-node x: give an integer of at least 1."),
         (["--max-restarts", "-1", "x"], "--max-restarts -1"),
         (["--grace", "0", "x"], "--grace 0"),
@@ -236,11 +237,22 @@ def test_where_no_coordinator_can_listen_no_worker_is_started(
     assert output == ""
 
 
+def test_ctrl_c_before_the_training_shows_no_traceback() -> None:
+    importing = [sys.executable, "-c", "import time; print('ready', flush=True); time.sleep(100)"]
+    with running("--nproc-per-node", "2", *importing) as process:
+        for _ in range(2):
+            line_with(process, lambda line: "ready" in line)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+
+
 def test_a_program_that_never_trains_is_no_silent_success() -> None:
     with running(*shell("sleep 5")) as process:
         _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0
-    assert "No worker connected: the program has not trained." in errors
+    assert "No run began: the program has not trained." in errors
 
 
 @pytest.mark.parametrize(
@@ -254,13 +266,14 @@ def test_a_program_that_never_trains_is_no_silent_success() -> None:
 def test_a_run_has_the_name_of_its_program(command: list[str], name: str) -> None:
     assert recycle_run._script_of(command) == name
     place = recycle_run._RunAddress(("127.0.0.1", 1), "secret", hosts_it=True)
-    assert f"--name={name}" in recycle_run._coordinator_task(place, name).command
+    words = recycle_run._coordinator_task(place, name, 2).command
+    assert {f"--name={name}", "--started=2", "--alone"} <= {*words}
 
 
 def test_how_others_join_is_said_once_the_coordinator_listens() -> None:
     with running(*shell("exec sleep 100")) as process:
         line_with(process, lambda line: line.startswith("[coordinator] listening on"))
-        assert next_line(process).startswith("[coordinator] For other machines to join, start it with --coordinator")
+        assert next_line(process).startswith("[coordinator] For other machines to join, start recycle-run with")
 
 
 # ---------------------------------------------------------------------- trainings

@@ -159,8 +159,8 @@ class Unhurried(L.Callback):
 @pytest.mark.parametrize(("variables", "words"), [
     ({"RECYCLE_COORDINATOR": "127.0.0.1:9"}, ["RECYCLE_COORDINATOR=127.0.0.1:9", "RECYCLE_LISTEN"]),
     ({"RECYCLE_COORDINATOR": "somewhere"}, ["RECYCLE_COORDINATOR='somewhere'", "host:port"]),
-    ({"RECYCLE_COORDINATOR": "127.0.0.1:9", "RECYCLE_KEY": ""}, ["RECYCLE_KEY is not set"]),
-    ({"RECYCLE_LISTEN": "127.0.0.1:0", "RECYCLE_KEY": ""}, ["RECYCLE_KEY is not set"]),
+    ({"RECYCLE_COORDINATOR": "127.0.0.1:9", "RECYCLE_KEY": ""}, ["RECYCLE_COORDINATOR is set, and RECYCLE_KEY is not"]),
+    ({"RECYCLE_LISTEN": "127.0.0.1:0", "RECYCLE_KEY": ""}, ["RECYCLE_LISTEN is set, and RECYCLE_KEY is not set"]),
     ({"RECYCLE_COORDINATOR": "127.0.0.1:9", "RECYCLE_KEY": "guess me"}, ["RECYCLE_KEY has 8 bytes", "at least 16"]),
     ({"RECYCLE_LISTEN": "127.0.0.1:0", "RECYCLE_KEY": "guess me"}, ["RECYCLE_KEY has 8 bytes", "/dev/urandom"]),
 ])  # fmt: skip

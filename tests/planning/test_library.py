@@ -243,7 +243,7 @@ def test_wrong_plans_and_paths_are_refused(tmp_path):
     with pytest.raises(PlanningError, match="cannot store a plan"):
         planning.PlanLibrary(tmp_path / "file").put(schedule)
     assert planning.PlanLibrary(tmp_path / "none").get(PROBLEM) is None
-    with pytest.raises(ConfigurationError, match="unknown planner 'magic'"):
+    with pytest.raises(ConfigurationError, match="planner='magic'"):
         planning.PlanLibrary(tmp_path, "magic")
 
 

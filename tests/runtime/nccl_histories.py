@@ -35,7 +35,7 @@ from lightning_recycle.runtime.nccl.nccl_comms import Note
 from lightning_recycle.runtime.nccl.nccl_library import NcclError
 
 ROOM = 3  # kernels of NCCL that a device runs at a time
-PATIENCE = 15_000  # turns without which a world that goes on must not be; a history has some hundreds
+MOST_TURNS = 15_000  # turns without which a world that goes on must not be; a history has some hundreds
 CPU = torch.device("cpu")
 transfer_order._TRIAL_NUMBERS = 4  # the imitation does not care
 
@@ -406,7 +406,7 @@ class World:
             (turn, worker) for worker in self.alive for turn in (self.host, self.nccl_thread, self.deliver, self.step)
         ]
         order = self.order(turns)
-        for turn_number in range(PATIENCE):
+        for turn_number in range(MOST_TURNS):
             if trouble and turn_number == moment:
                 self.say(turn_number, trouble, victim.rank)
                 told = self.strike(trouble, victim, turn_number)
@@ -473,7 +473,7 @@ class World:
 
     def fail_to_end(self) -> None:
         states = {w.rank: (w.done, w.ended, w.waiting and w.waiting[2], list(w.program)[:1]) for w in self.alive}
-        raise BrokenPromiseError(f"after {PATIENCE} turns there still wait {states}")
+        raise BrokenPromiseError(f"after {MOST_TURNS} turns there still wait {states}")
 
 
 def fill(tensors: list[Tensor], message: Message) -> None:

@@ -17,7 +17,7 @@ from itertools import count, islice
 
 import pytest
 from support.strangers import attack, knock
-from support.waiting import wait_for
+from support.waiting import PATIENCE, wait_for
 
 from lightning_recycle.control.network.connection import (
     GREETING_BYTES,
@@ -52,7 +52,6 @@ def descriptors() -> int:
 
 KEY, OTHER_KEY = b"the key of this run", b"the key of another"
 LINK = Link("activations", 0, 1)
-PATIENCE = 20.0  # seconds
 
 
 # ---------------------------------------------------------------------- the handshake

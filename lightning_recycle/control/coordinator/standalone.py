@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from lightning_recycle.arguments import (
@@ -61,7 +62,7 @@ from lightning_recycle.control.plans.drift import DriftOptions
 from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.protocol.messages import Enrolled, Setting, StopReason, Unfit
 from lightning_recycle.control.protocol.state import Crashed, Failed, Finished, Outcome, StageLost
-from lightning_recycle.errors import ConfigurationError, ReCycleError
+from lightning_recycle.errors import ConfigurationError, ReCycleError, counted
 from lightning_recycle.files import check_parent
 from lightning_recycle.planning.grid import Positions
 from lightning_recycle.processes import die_with_parent, has_ended
@@ -81,7 +82,7 @@ _FLAGS = {
 # Of the values of flags; those of all others are seconds.
 _UNITS = {
     "planner": "NAME",
-    "memory": "BYTES",
+    "memory": "LIMIT",
     "checksum_every": "STEPS",
     "verify": "SHARE",
     "min_pipelines": "N",
@@ -115,7 +116,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as in a background job of a script
             signal.signal(number, lambda signum, _: sys.exit(128 + signum))
-    serving = Serving(reception, settings, journal, lambda run: monitor.show(None if run is None else run.view))
+    serving = Serving(
+        reception,
+        settings,
+        journal,
+        lambda run: monitor.show(None if run is None else run.view),
+        check=partial(_check_started, options),
+    )
     finished = serving.statuses
 
     was_last = threading.Event()
@@ -154,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             except SystemExit:  # nobody is left alone: how the runs went is what counts
                 if not finished:
                     if options.obey and not reception.has_met:
-                        log.warning("No worker connected: the program has not trained.")
+                        log.warning("No run began: the program has not trained.")
                     raise
                 break
             ended = serving.serve()
@@ -223,6 +230,19 @@ def _tell(terms: RunConfig, outcome: Outcome, with_traceback: bool) -> None:
         log.error("The run ended: %s", outcome.reason)
     else:
         log.warning("The run ended after the step in progress, as its workers were asked to.")
+
+
+def _check_started(options: argparse.Namespace, terms: RunConfig) -> None:
+    """Warns of too few workers of recycle-run; refuses them if no others can come."""
+    needed = terms.options().recovery.least(terms.grid.pipelines) * terms.grid.stages * terms.members
+    if options.started is None or options.started >= needed:
+        return
+    more = f"--nproc-per-node {needed}" if options.invitation else f"srun --ntasks={needed}"
+    short = f"The script needs {counted(needed, 'worker')}, and recycle-run has started {options.started}"
+    text = " ".join([f"{short}: give {more}, or the script fewer devices.", *options.invitation])
+    if options.alone:
+        raise ConfigurationError(text)
+    log.warning("%s", text)
 
 
 def allow_descriptors(count: int) -> None:
@@ -302,6 +322,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--name", default="recycle-coordinator", help=argparse.SUPPRESS)  # in the status
     parser.add_argument("--invitation", nargs=1, default=[], help=argparse.SUPPRESS)  # printed when it listens
+    parser.add_argument("--started", type=int, help=argparse.SUPPRESS)  # how many workers its parent has started
+    parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)  # no others can join
     parser.add_argument("--monitor-plan", action="store_true", help="change the plan when workers become slow or fast")
     return parser
 
@@ -316,7 +338,7 @@ class Serving:
 
     Each is :meth:`meet`, :meth:`serve`, :meth:`begin_next`. ``given``: the command line, whatever the script asks for.
     ``journal``: the log from which another process can go on; None without one. ``on_run``: called with the coordinator
-    of each run, and with None right before its workers learn the end.
+    of each run, and with None right before its workers learn the end. ``check``: raises for a run that cannot begin.
 
     Attributes:
         statuses: of the finished runs, also those of earlier processes: 0 for success.
@@ -328,6 +350,7 @@ class Serving:
         given: Settings,
         journal: Journal | None,
         on_run: Callable[[Coordinator | None], None] = lambda _: None,
+        check: Callable[[RunConfig], None] = lambda _: None,
     ) -> None:
         self.given = given
         self.statuses = [] if journal is None else list(journal.statuses)
@@ -335,6 +358,7 @@ class Serving:
         reception.listener.start()
         self._journal = journal
         self._on_run = on_run
+        self._check = check
 
     def meet(self) -> bool:
         """Waits for the first worker of the next run, or of an earlier process's run.
@@ -354,6 +378,7 @@ class Serving:
         reception, hello = self._reception, self._reception.await_first()
         try:
             terms = settle(self.given, hello.wants)
+            self._check(terms)
             planner = terms.planner()
             _prepare(planner, reception)
         except Exception as error:  # whatever a worker wants costs that worker, and not the others

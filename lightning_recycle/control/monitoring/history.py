@@ -214,13 +214,13 @@ _STAYS = " Its position stays empty: a replacement would differ, too."
 _LINES: Mapping[str, tuple[int, str]] = {
     "failure": (
         logging.WARNING,
-        "Worker {worker} was lost at step {step}: {cause}{process}. Live workers: {live} of {all}.",
+        "Worker {worker} was lost at step {step}: {cause}{process}. {live}.",
     ),
     "dismissed": (logging.ERROR, "Worker {worker}, which has joined the training, is dismissed: {cause}.{stays}"),
-    "rejoined": (logging.INFO, "Worker {worker}{process} joins at step {step}. Live workers: {live} of {all}."),
+    "rejoined": (logging.INFO, "Worker {worker}{process} joins at step {step}. {live}."),
     "left": (
         logging.INFO,
-        "Worker {worker}{process} leaves before step {step}, as it was asked to. Live workers: {live} of {all}.",
+        "Worker {worker}{process} leaves before step {step}, as it was asked to. {live}.",
     ),
     "disputed": (
         logging.WARNING,
@@ -404,8 +404,10 @@ class History:
             known = {"cause": "", "who": f"Worker {worker}: " if worker else "", "worker": worker, **details}
             known["process"] = self._process(record.rank)
             known["stays"] = _STAYS if details.get("stays_empty") else ""
-            live, total = len(state.roster.live), state.num_workers
-            log.log(level, "%s", line.format(step=record.step, live=live, all=total, **known))
+            begun, roster = state.generation.number >= 0, state.roster  # the live ones before are awaited, too
+            present = len(roster.live if begun else roster.joined & roster.live)
+            live = f"{'Live' if begun else 'Connected'} workers: {present} of {state.num_workers}"
+            log.log(level, "%s", line.format(step=record.step, live=live, **known))
 
     def suspect(self, rank: int, cause: str, seconds: float, limit: float, reason: str, state: MembershipState) -> None:
         details = {"cause": cause, "seconds": seconds, "limit": limit, "waits": reason}

@@ -18,6 +18,7 @@ import json
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -262,7 +263,7 @@ def _head(status: Mapping[str, Any]) -> Any:
     head.append(f"  generation {status['generation']}  step {_step(status['step'])}")
     if status["loss"] is not None:
         head.append(f"  loss {status['loss']:.4g}")
-    head.append(f"  {_workers(status)} workers  since {_duration(status['time'] - status['began'])}")
+    head.append(f"  {_workers(status)}  since {_duration(status['time'] - status['began'])}")
     return head
 
 
@@ -351,9 +352,12 @@ def _grid(status: Mapping[str, Any]) -> str:
 
 
 def _workers(status: Mapping[str, Any]) -> str:
-    live = sum(position["state"] in ("live", "suspected") for position in status["positions"])
-    joining = sum(position["state"] == "joining" for position in status["positions"])
-    return f"{live} of {len(status['positions'])}{f' (+{joining} joining)' if joining else ''}"
+    count, states = len(status["positions"]), Counter(position["state"] for position in status["positions"])
+    if status["phase"] == "starting":
+        connected = sum(each["state"] == "starting" and each["pid"] is not None for each in status["positions"])
+        return f"{connected} of {count} workers connected"
+    joining = f" (+{states['joining']} joining)" if states["joining"] else ""
+    return f"{states['live'] + states['suspected']} of {count}{joining} workers"
 
 
 def _process(place: Mapping[str, Any]) -> str:

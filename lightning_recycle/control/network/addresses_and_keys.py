@@ -52,7 +52,9 @@ def address_from(text: str, name: str, *, least_port: int = 0, usual_host: str =
         host = usual_host
     elif host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
-    elif ":" in host and "/" not in host:
+    elif ":" in host and _is_name(host):
+        host = ""
+    elif ":" in host:
         raise ConfigurationError(f"{given}: put an IPv6 address into brackets, as in '[{host}]:{port}'.")
     if not host or not is_number or "/" in host:
         example = "'10.0.0.1:8265', or a port" if usual_host else "'10.0.0.1:29400'"
@@ -185,8 +187,10 @@ _MOST_BYTES = 4096  # of a file with a key
 _KEY, _KEY_FILE = "RECYCLE_KEY", "RECYCLE_KEY_FILE"
 
 
-def key_from_environment(environ: Mapping[str, str] = os.environ) -> bytes:
+def key_from_environment(environ: Mapping[str, str] = os.environ, needed_by: str = "") -> bytes:
     """The secret of a run, from ``RECYCLE_KEY`` or else from the key file.
+
+    ``needed_by``: a variable that is set, for the error.
 
     Raises ConfigurationError if neither variable is set, the key is shorter than 16 bytes, or others may read the file.
     """
@@ -197,7 +201,8 @@ def key_from_environment(environ: Mapping[str, str] = os.environ) -> bytes:
     if path:
         return check_key(_read(path), f"{_KEY_FILE}={path}")
     raise ConfigurationError(
-        "RECYCLE_KEY is not set: give the coordinator and all workers the same secret, for example"
+        (f"{needed_by} is set, and " if needed_by else "")
+        + "RECYCLE_KEY is not set: give the coordinator and all workers the same secret, for example"
         ' RECYCLE_KEY="$(head -c 32 /dev/urandom | base64)", or RECYCLE_KEY_FILE, a file with it.'
     )
 
