@@ -36,7 +36,7 @@ from torch import Tensor
 
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.model.worker_module import RecordedModule
-from lightning_recycle.session.value_tree import ABSENT, WHOLE, Path, Place, PlaceChange, ValueTree, name_of
+from lightning_recycle.session.value_tree import ABSENT, WHOLE, CellChange, CellKey, CellPath, ValueTree, name_of
 from lightning_recycle.tensor_memory import (
     checksum,
     is_sharded,
@@ -61,7 +61,7 @@ _REMEDY = (
 class Append:
     """New items of the list at ``path``, packed; ``kind``: its class."""
 
-    path: Path
+    path: CellPath
     kind: type[Any]
     items: bytes
 
@@ -70,7 +70,7 @@ class Append:
 class MicrobatchChange:
     """A value left by a micro-batch: its digest and, if it travels, the packed value."""
 
-    place: Place
+    cell_key: CellKey
     digest: bytes
     size: int
     packed: bytes | None
@@ -93,9 +93,9 @@ class _MicrobatchValue:
         return self.packed is not None or self.tensor is not None
 
 
-ByMicrobatch: TypeAlias = dict[Place, dict[int, _MicrobatchValue]]
+ByMicrobatch: TypeAlias = dict[CellKey, dict[int, _MicrobatchValue]]
 
-MicrobatchChangesState: TypeAlias = tuple[list[str], list[str], ByMicrobatch, set[Place]]
+MicrobatchChangesState: TypeAlias = tuple[list[str], list[str], ByMicrobatch, set[CellKey]]
 """Names of attributes with lists that steps extended, and of those that hooks of evaluations changed; values by
 micro-batch; the places that micro-batches left alike.
 """
@@ -137,17 +137,17 @@ def _belongs_to_graph(value: Any) -> bool:
     return sum(tensor.nbytes for tensor in tensors) > _SMALL_BYTES
 
 
-def _path_to(place: Place) -> Path:
-    return place[0] if place[1] == WHOLE else (*place[0], place[1])
+def _path_to(cell_key: CellKey) -> CellPath:
+    return cell_key[0] if cell_key[1] == WHOLE else (*cell_key[0], cell_key[1])
 
 
-def _are_nested(first: Path, second: Path) -> bool:
+def _are_nested(first: CellPath, second: CellPath) -> bool:
     """Whether one path leads to a part of the other's object."""
     return all(a is b or a == b for a, b in zip(first, second, strict=False))
 
 
 def _target(effect: Effect) -> Any:
-    return effect.path if isinstance(effect, Append) else effect.place
+    return effect.path if isinstance(effect, Append) else effect.cell_key
 
 
 class MicrobatchChanges:
@@ -172,12 +172,12 @@ class MicrobatchChanges:
         self.names: set[str] = set()
         self.changed: set[str] = set()
         self.keeps_shares = self._is_inside = self._runs_again = False
-        self._equal_places: set[Place] = set()  # those that all micro-batches left alike so far
-        self._own_tensors: dict[int, dict[Place, Tensor]] = {}  # what this worker's micro-batches of the step left
+        self._equal_keys: set[CellKey] = set()  # those that all micro-batches left alike so far
+        self._own_tensors: dict[int, dict[CellKey, Tensor]] = {}  # what this worker's micro-batches of the step left
         self._warned_names: set[str] = set()
         self._at_batch: list[tuple[Any, Any]] | None = None  # what the cells held when the batch began
         self._step = self._ended_step = -1
-        self._replaced: tuple[dict[Place, Any], ByMicrobatch] = {}, {}  # what the newest step has replaced
+        self._replaced: tuple[dict[CellKey, Any], ByMicrobatch] = {}, {}  # what the newest step has replaced
 
     def forget_values(self) -> None:
         """Keeps nothing of the module, nor weak references to weights, until looked at."""
@@ -218,7 +218,7 @@ class MicrobatchChanges:
     ) -> Iterator[MicrobatchEffects]:
         """Adds a block's changes to ``effects``, if it ``leaves`` any, and undoes them."""
         self._forget(tree.absorb())
-        tree.begin({place: self._value_of(tree, place, index) for place in self.by_microbatch if tree.has(place)})
+        tree.begin({key: self._value_of(tree, key, index) for key in self.by_microbatch if tree.has(key)})
         self._is_inside = tree is self._tree
         try:
             yield effects
@@ -234,31 +234,31 @@ class MicrobatchChanges:
             return
         places = list(tree.statistics) if sums else []
         for change in changes:
-            if change.place in places:
-                sums[places.index(change.place)].add_((change.now.detach() - change.before) / self._microbatches)
-        effects.effects += self._effects(tree, [change for change in changes if change.place not in places], index)
+            if change.cell_key in places:
+                sums[places.index(change.cell_key)].add_((change.now.detach() - change.before) / self._microbatches)
+        effects.effects += self._effects(tree, [change for change in changes if change.cell_key not in places], index)
 
-    def _forget(self, changed: Iterable[Place]) -> None:
+    def _forget(self, changed: Iterable[CellKey]) -> None:
         """Other code has changed these places: the values now hold for all micro-batches."""
-        for place in changed if self.by_microbatch else ():
-            path = _path_to(place)
+        for cell_key in changed if self.by_microbatch else ():
+            path = _path_to(cell_key)
             for other in [other for other in self.by_microbatch if _are_nested(path, _path_to(other))]:
                 del self.by_microbatch[other]
 
-    def _value_of(self, tree: ValueTree, place: Place, index: int) -> Any:
-        value = self.by_microbatch[place][index]
+    def _value_of(self, tree: ValueTree, cell_key: CellKey, index: int) -> Any:
+        value = self.by_microbatch[cell_key][index]
         if not value.is_here:
             raise UnsupportedFeatureError(
-                f"{name_of(place)} is written in a training step, differently for each micro-batch, and its value for"
-                f" micro-batch {index} was on a worker that does not run that any more: it is too large to be kept on"
-                " all." + _REMEDY
+                f"{name_of(cell_key)} is written in a training step, differently for each micro-batch, and its value"
+                f" for micro-batch {index} was on a worker that does not run that any more: it is too large to be kept"
+                " on all." + _REMEDY
             )
         return self._unpack(value, tree)
 
     def _unpack(self, value: _MicrobatchValue, tree: ValueTree) -> Any:
         return self._load(value.packed, tree) if value.tensor is None else value.tensor.clone()
 
-    def _effects(self, tree: ValueTree, changes: Sequence[PlaceChange], index: int) -> list[Effect]:
+    def _effects(self, tree: ValueTree, changes: Sequence[CellChange], index: int) -> list[Effect]:
         """The ``changes`` by micro-batch ``index``, as effects for all workers.
 
         Items that were appended travel as such. Of other values those travel that are small, or differed between
@@ -268,47 +268,47 @@ class MicrobatchChanges:
         effects: list[Effect] = []
         changed_values: list[tuple[MicrobatchChange, Any]] = []
         for change in changes:
-            place, before = change.place, change.before
+            cell_key, before = change.cell_key, change.before
             # Another list than before is meant for the micro-batch's next step, unless it begins with the old items.
-            is_append = change.items is not None and (place[1] == WHOLE or before is ABSENT or len(before) > 0)
-            if is_append and place not in self.by_microbatch:
+            is_append = change.items is not None and (cell_key[1] == WHOLE or before is ABSENT or len(before) > 0)
+            if is_append and cell_key not in self.by_microbatch:
                 effects.append(self._append_effect(change, tree))
                 continue
             if _belongs_to_graph(change.now):
-                tree.put(place, change.now)
+                tree.put(cell_key, change.now)
                 continue
             value = change.now.detach() if isinstance(change.now, Tensor) else change.now
             if isinstance(value, Tensor) and value.nbytes > _SMALL_BYTES and not is_sharded(value):
-                form = str((value.dtype, tuple(value.shape))).encode()
-                effect = MicrobatchChange(place, checksum([value]) + form, value.nbytes, None, place in tree.statistics)
+                digest = checksum([value]) + str((value.dtype, tuple(value.shape))).encode()
+                effect = MicrobatchChange(cell_key, digest, value.nbytes, None, cell_key in tree.statistics)
             else:
-                packed = self._pack(place, value, tree)
+                packed = self._pack(cell_key, value, tree)
                 digest = hashlib.blake2b(packed, digest_size=16).digest()
-                effect = MicrobatchChange(place, digest, len(packed), packed, place in tree.statistics)
+                effect = MicrobatchChange(cell_key, digest, len(packed), packed, cell_key in tree.statistics)
             changed_values.append((effect, value))
         room = _MOST_BYTES
-        for effect, value in sorted(changed_values, key=lambda item: (item[0].size, repr(item[0].place))):
+        for effect, value in sorted(changed_values, key=lambda item: (item[0].size, repr(item[0].cell_key))):
             size, is_mean = effect.size, effect.is_statistic
-            travels = is_mean or (size <= room and (size <= _SMALL_BYTES or effect.place not in self._equal_places))
+            travels = is_mean or (size <= room and (size <= _SMALL_BYTES or effect.cell_key not in self._equal_keys))
             room -= size if travels else 0
             if isinstance(value, Tensor):
-                self._own_tensors.setdefault(index, {})[effect.place] = value
-            sent = (effect.packed or self._pack(effect.place, value, tree)) if travels else None
-            effects.append(MicrobatchChange(effect.place, effect.digest, size, sent, is_mean))
+                self._own_tensors.setdefault(index, {})[effect.cell_key] = value
+            sent = (effect.packed or self._pack(effect.cell_key, value, tree)) if travels else None
+            effects.append(MicrobatchChange(effect.cell_key, effect.digest, size, sent, is_mean))
         return effects
 
-    def _append_effect(self, change: PlaceChange, tree: ValueTree) -> Append:
-        path, key = change.place
+    def _append_effect(self, change: CellChange, tree: ValueTree) -> Append:
+        path, key = change.cell_key
         is_deque = isinstance(tree.referent(path) if key == WHOLE else change.now, deque)
-        packed = self._pack(change.place, change.items, tree)
+        packed = self._pack(change.cell_key, change.items, tree)
         return Append(path if key == WHOLE else (*path, key), deque if is_deque else list, packed)
 
-    def _pack(self, place: Place, value: Any, tree: ValueTree) -> bytes:
+    def _pack(self, cell_key: CellKey, value: Any, tree: ValueTree) -> bytes:
         try:
             return pack_tensors(tree_map_only(Tensor, to_cpu, value), tree.reference)
         except Exception as error:
             raise UnsupportedFeatureError(
-                f"{name_of(place)} got a value in a step or hook that sees one micro-batch which cannot be pickled"
+                f"{name_of(cell_key)} got a value in a step or hook that sees one micro-batch which cannot be pickled"
                 f" ({type(error).__name__}: {error}): other workers would not have it. Keep tensors, numbers, and lists"
                 " and dicts of them, or assign it in a hook such as on_train_batch_end()."
             ) from error
@@ -347,18 +347,18 @@ class MicrobatchChanges:
             raise
         for change in tree.changes_outside(lambda change: not self._add_append(change, tree, effects)):
             if change.items is None:
-                (_, _, *names), key = change.place
+                (_, _, *names), key = change.cell_key
                 self.changed.add(str(names[0] if names else key))
                 self.keeps_shares |= any(isinstance(leaf, (int, float, Tensor)) for leaf in tree_leaves(change.now))
 
-    def _add_append(self, change: PlaceChange, tree: ValueTree, effects: list[Effect]) -> bool:
+    def _add_append(self, change: CellChange, tree: ValueTree, effects: list[Effect]) -> bool:
         """Whether these are new items of a list, which then are among ``effects``."""
         if change.items is None:
             return False
         try:
             effects.append(self._append_effect(change, tree))
         except UnsupportedFeatureError as error:
-            if (name := name_of(change.place)) not in self._warned_names:
+            if (name := name_of(change.cell_key)) not in self._warned_names:
                 self._warned_names.add(name)
                 rank_zero_warn(f"self.{error} It stays on the worker that made it.")
             return False
@@ -377,98 +377,98 @@ class MicrobatchChanges:
         ``sums``: of their contributions to statistics.
         """
         self._ended_step, self._replaced = self._step, ({}, dict(self.by_microbatch))
-        for place, added in zip(list(self._tree.statistics), sums, strict=False):
-            self._remember(place)
-            self._tree.put(place, self._tree.get(place) + added)
+        for cell_key, added in zip(list(self._tree.statistics), sums, strict=False):
+            self._remember(cell_key)
+            self._tree.put(cell_key, self._tree.get(cell_key) + added)
 
     @torch.no_grad()
     def repeat(self, records: Mapping[int, Sequence[Effect]], on_step: bool) -> None:
         """Repeats the effects of the micro-batches of a batch; ``on_step``: of training."""
         if any(records.values()):
             self._forget(self._tree.absorb())
-        changes: dict[Place, dict[int, MicrobatchChange]] = defaultdict(dict)
+        changes: dict[CellKey, dict[int, MicrobatchChange]] = defaultdict(dict)
         for index, effects in sorted(records.items()):
             for effect in effects:
                 if isinstance(effect, Append):
                     self._extend(effect, on_step)
                 else:
-                    changes[effect.place][index] = effect
+                    changes[effect.cell_key][index] = effect
         if on_step and not self._alone:
-            for place, changed in changes.items():
-                self._take_values(place, changed)
+            for cell_key, changed in changes.items():
+                self._take_values(cell_key, changed)
             self._own_tensors = {}
 
     def _extend(self, effect: Append, on_step: bool) -> None:
-        tree, place = self._tree, (effect.path[:-1], effect.path[-1])
+        tree, cell_key = self._tree, (effect.path[:-1], effect.path[-1])
         self.names.add(str(effect.path[2]))
-        if not tree.has(place):
+        if not tree.has(cell_key):
             return
-        target = tree.get(place)
+        target = tree.get(cell_key)
         if not isinstance(target, effect.kind):
-            self._remember(place, on_step)
+            self._remember(cell_key, on_step)
             target = effect.kind()
-            tree.put(place, target)
+            tree.put(cell_key, target)
         elif tree.has((effect.path, WHOLE)):
             self._remember((effect.path, WHOLE), on_step)
         target.extend(self._load(effect.items, tree))
 
-    def _remember(self, place: Place, on_step: bool = True) -> None:
+    def _remember(self, cell_key: CellKey, on_step: bool = True) -> None:
         """Remembers what a place holds before a step changes it."""
-        if on_step and place not in self._replaced[0]:
-            self._replaced[0][place] = self._copy_of(place)
+        if on_step and cell_key not in self._replaced[0]:
+            self._replaced[0][cell_key] = self._copy_of(cell_key)
 
-    def _copy_of(self, place: Place) -> Any:
-        value = self._tree.get(place)
+    def _copy_of(self, cell_key: CellKey) -> Any:
+        value = self._tree.get(cell_key)
         return value.detach().clone() if isinstance(value, Tensor) else value
 
-    def _take_values(self, place: Place, changed: Mapping[int, MicrobatchChange]) -> None:
-        """Puts the value that the micro-batches left in ``place`` there.
+    def _take_values(self, cell_key: CellKey, changes: Mapping[int, MicrobatchChange]) -> None:
+        """Puts the value that the micro-batches left in ``cell_key`` there.
 
-        ``changed``: by micro-batch. Statistics are averaged, and equal values become the one of all; otherwise each
+        ``changes``: by micro-batch. Statistics are averaged, and equal values become the one of all; otherwise each
         micro-batch keeps its own for the next step, and the place holds that of the last one known here. Raises
         UnsupportedFeatureError if the value is needed here and was too large to be sent.
         """
-        tree, indices, has_place = self._tree, range(self._microbatches), self._tree.has(place)
+        tree, indices, has_cell = self._tree, range(self._microbatches), self._tree.has(cell_key)
         by_index = {}
-        for index, change in changed.items():
-            tensor = self._own_tensors.get(index, {}).get(place) if change.packed is None else None
+        for index, change in changes.items():
+            tensor = self._own_tensors.get(index, {}).get(cell_key) if change.packed is None else None
             by_index[index] = _MicrobatchValue(change.digest, change.packed, tensor)
         local_indices = [index for index, value in by_index.items() if value.is_here]
-        if has_place:
-            self._remember(place)
-        if any(change.is_statistic for change in changed.values()):
-            if has_place:
-                old = tree.get(place)
+        if has_cell:
+            self._remember(cell_key)
+        if any(change.is_statistic for change in changes.values()):
+            if has_cell:
+                old = tree.get(cell_key)
                 values = [self._unpack(by_index[index], tree) if index in by_index else old for index in indices]
-                tree.put(place, torch.stack(values).double().mean(0).to(old.dtype))
+                tree.put(cell_key, torch.stack(values).double().mean(0).to(old.dtype))
             return
         if len(by_index) == len(indices) and len({value.digest for value in by_index.values()}) == 1:
-            if has_place and not local_indices:
+            if has_cell and not local_indices:
                 raise UnsupportedFeatureError(
-                    f"{name_of(place)} is written in a training step, and this worker ran no micro-batch of it: the new"
-                    " value is too large to be sent." + _REMEDY
+                    f"{name_of(cell_key)} is written in a training step, and this worker ran no micro-batch of it: the"
+                    " new value is too large to be sent." + _REMEDY
                 )
-            self.by_microbatch.pop(place, None)
-            self._equal_places.add(place)
+            self.by_microbatch.pop(cell_key, None)
+            self._equal_keys.add(cell_key)
         else:
-            self._equal_places.discard(place)
-            if place not in self.by_microbatch:
+            self._equal_keys.discard(cell_key)
+            if cell_key not in self.by_microbatch:
                 initial = (
-                    _MicrobatchValue(packed=self._pack(place, tree.get(place), tree))
-                    if has_place
+                    _MicrobatchValue(packed=self._pack(cell_key, tree.get(cell_key), tree))
+                    if has_cell
                     else _MicrobatchValue()
                 )
-                self.by_microbatch[place] = dict.fromkeys(indices, initial)
+                self.by_microbatch[cell_key] = dict.fromkeys(indices, initial)
                 if len(local_indices) < len(by_index):
-                    size = max(change.size for change in changed.values())
+                    size = max(change.size for change in changes.values())
                     rank_zero_warn(
-                        f"{name_of(place)} ({size:,} bytes) is written in a training step, differently for each"
+                        f"{name_of(cell_key)} ({size:,} bytes) is written in a training step, differently for each"
                         " micro-batch, and too large to be kept on all workers: when one dies, the run ends with an"
                         " error." + _REMEDY
                     )
-            self.by_microbatch[place] = {**self.by_microbatch[place], **by_index}
-        if has_place and local_indices:
-            tree.put(place, self._unpack(by_index[max(local_indices)], tree))
+            self.by_microbatch[cell_key] = {**self.by_microbatch[cell_key], **by_index}
+        if has_cell and local_indices:
+            tree.put(cell_key, self._unpack(by_index[max(local_indices)], tree))
 
     @contextmanager
     def as_in_step(self, step: int) -> Iterator[None]:
@@ -477,16 +477,16 @@ class MicrobatchChanges:
             yield
             return
         (before, by_microbatch), now = self._replaced, self.by_microbatch
-        after = {place: self._copy_of(place) for place in before}
+        after = {cell_key: self._copy_of(cell_key) for cell_key in before}
         self._set(before, by_microbatch)
         try:
             yield
         finally:
             self._set(after, now)
 
-    def _set(self, values: Mapping[Place, Any], by_microbatch: ByMicrobatch) -> None:
-        for place, value in values.items():
-            self._tree.put(place, value)
+    def _set(self, values: Mapping[CellKey, Any], by_microbatch: ByMicrobatch) -> None:
+        for cell_key, value in values.items():
+            self._tree.put(cell_key, value)
         self._tree.absorb()
         self.by_microbatch = by_microbatch
 
@@ -496,17 +496,17 @@ class MicrobatchChanges:
         """Packed small changes by hooks of evaluations, by attribute."""
         packed_values = {}
         for name in self.changed - self.names - self._views():
-            if not self._shallow.has(self._place(name)):
+            if not self._shallow.has(self._root_key(name)):
                 continue
             try:
-                packed = self._pack(self._place(name), self._shallow.get(self._place(name)), self._shallow)
+                packed = self._pack(self._root_key(name), self._shallow.get(self._root_key(name)), self._shallow)
             except UnsupportedFeatureError:  # it stays on the worker that made it
                 continue
             if len(packed) <= _SHARED_BYTES:
                 packed_values[name] = packed
         return packed_values
 
-    def _place(self, name: str) -> Place:
+    def _root_key(self, name: str) -> CellKey:
         return ("", "buffers" if name in dict(self._module.named_buffers(recurse=False)) else ""), name
 
     def _views(self) -> set[str]:
@@ -519,26 +519,26 @@ class MicrobatchChanges:
         """Takes over what :meth:`shares` returned on the last stage of the pipeline."""
         views = self._views()
         for name, packed in shares.items():
-            if name not in views and self._shallow.has(self._place(name)):
+            if name not in views and self._shallow.has(self._root_key(name)):
                 self.changed.add(name)
-                self._shallow.put(self._place(name), self._load(packed, self._shallow))
+                self._shallow.put(self._root_key(name), self._load(packed, self._shallow))
 
     # ------------------------------------------------------------------ a worker that joins
 
     def state(self) -> MicrobatchChangesState:
         """The changes for a joining worker, which gets the module's attributes otherwise."""
         self._forget(self._tree.absorb())
-        return sorted(self.names), sorted(self.changed), dict(self.by_microbatch), set(self._equal_places)
+        return sorted(self.names), sorted(self.changed), dict(self.by_microbatch), set(self._equal_keys)
 
     def load_state(self, state: MicrobatchChangesState) -> None:
         names, changed, by_microbatch, equal_places = state
         self.names.update(names)
         self.changed.update(changed)
         self._tree.absorb()
-        self._equal_places, device = set(equal_places), self._module.device
+        self._equal_keys, device = set(equal_places), self._module.device
         self.by_microbatch = {
-            place: {
+            cell_key: {
                 index: _MicrobatchValue(v.digest, v.packed, on_device(v.tensor, device)) for index, v in values.items()
             }
-            for place, values in by_microbatch.items()
+            for cell_key, values in by_microbatch.items()
         }

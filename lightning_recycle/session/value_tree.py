@@ -57,11 +57,11 @@ from lightning_recycle.torch_internals import (
     versions_of,
 )
 
-Path: TypeAlias = tuple[Any, ...]
+CellPath: TypeAlias = tuple[Any, ...]
 """The name of a module, one of its tables, and the keys that lead from there to a cell."""
 
-Place: TypeAlias = tuple[Path, Any]
-"""A cell, and a key in it or WHOLE."""
+CellKey: TypeAlias = tuple[CellPath, Any]
+"""A *place*: the path of a cell, and a key in it or WHOLE."""
 
 WHOLE = "<whole>"
 
@@ -103,25 +103,25 @@ class _CellAccess(NamedTuple):
     equals: Callable[[Any, Any], bool]
 
 
-def _refill(holder: Any, items: Any) -> None:
-    holder.clear()
-    (holder.update if isinstance(holder, (dict, set)) else holder.extend)(items)
+def _refill(container: Any, items: Any) -> None:
+    container.clear()
+    (container.update if isinstance(container, (dict, set)) else container.extend)(items)
 
 
-def _same_items(holder: Any, items: list[Any]) -> bool:
-    return len(holder) == len(items) and all(map(is_, holder, items))
+def _same_items(container: Any, items: list[Any]) -> bool:
+    return len(container) == len(items) and all(map(is_, container, items))
 
 
-def _same_order(holder: Any, items: list[Any]) -> bool:
-    pairs = zip(holder.items(), items, strict=False)
-    return len(holder) == len(items) and all(key == k and value is v for (key, value), (k, v) in pairs)
+def _same_order(container: Any, items: list[Any]) -> bool:
+    pairs = zip(container.items(), items, strict=False)
+    return len(container) == len(items) and all(key == k and value is v for (key, value), (k, v) in pairs)
 
 
 def _by_state(read: Callable[[Any], Any], write: Callable[[Any, Any], None]) -> _CellAccess:
     return _CellAccess(
-        lambda holder: pickle.dumps(read(holder)),
-        lambda holder, data: write(holder, pickle.loads(data)),
-        lambda holder, data: pickle.dumps(read(holder)) == data,
+        lambda container: pickle.dumps(read(container)),
+        lambda container, data: write(container, pickle.loads(data)),
+        lambda container, data: pickle.dumps(read(container)) == data,
     )
 
 
@@ -129,8 +129,8 @@ _ITEMS = _CellAccess(list, _refill, _same_items)
 _ACCESS_BY_TYPE: tuple[tuple[type[Any], _CellAccess], ...] = (
     (list, _ITEMS),
     (deque, _ITEMS),
-    (OrderedDict, _CellAccess(lambda holder: list(holder.items()), _refill, _same_order)),
-    (set, _CellAccess(set, _refill, lambda holder, items: bool(holder == items))),
+    (OrderedDict, _CellAccess(lambda container: list(container.items()), _refill, _same_order)),
+    (set, _CellAccess(set, _refill, lambda container, items: bool(container == items))),
     (np.ndarray, _CellAccess(np.copy, np.copyto, lambda a, b: a.shape == b.shape and a.tobytes() == b.tobytes())),
     *((base, _by_state(read, write)) for base, read, write in GENERATORS),
 )
@@ -145,36 +145,36 @@ def _access_of(value: Any) -> _CellAccess | None:
 class _WholeCell:
     """A cell compared as a whole: list, deque, set, array, OrderedDict or generator."""
 
-    def __init__(self, path: Path, holder: Any, access: _CellAccess) -> None:
-        self.path, self.holder, self.access = path, holder, access
+    def __init__(self, path: CellPath, container: Any, access: _CellAccess) -> None:
+        self.path, self.container, self.access = path, container, access
         self.all_values: list[Any] = []
-        self.read()
+        self.remember()
 
     def is_same(self) -> bool:
-        return self.access.equals(self.holder, self.content)
+        return self.access.equals(self.container, self.content)
 
-    def read(self) -> None:
-        self.content = self.access.read(self.holder)
+    def remember(self) -> None:
+        self.content = self.access.read(self.container)
 
     def changes(self) -> Iterator[tuple[Any, Any, Any]]:
         """(key, value before, value now) of differences to ``content``."""
-        yield WHOLE, self.content, self.access.read(self.holder)
+        yield WHOLE, self.content, self.access.read(self.container)
 
     def put(self, key: Any, value: Any) -> None:
         if key == WHOLE:
-            self.access.write(self.holder, value)
+            self.access.write(self.container, value)
         else:
-            self.holder[key] = value
+            self.container[key] = value
 
     def get(self, key: Any) -> Any:
         if key == WHOLE:
-            return self.access.read(self.holder)
-        return self.holder[key] if isinstance(self.holder, dict) or key < len(self.holder) else ABSENT
+            return self.access.read(self.container)
+        return self.container[key] if isinstance(self.container, dict) or key < len(self.container) else ABSENT
 
     def items(self) -> Iterable[tuple[Any, Any]]:
         if self.access is _ITEMS:
             return enumerate(self.content)
-        return self.content if isinstance(self.holder, dict) else ()
+        return self.content if isinstance(self.container, dict) else ()
 
 
 class _KeyedCell:
@@ -186,23 +186,24 @@ class _KeyedCell:
     content: dict[Any, Any]
     _keys: set[Any]
 
-    def __init__(self, path: Path, holder: Any, hidden: frozenset[str] = frozenset()) -> None:
-        self.path, self.holder, self._hidden = path, holder, hidden
-        self._slots = [] if isinstance(holder, (dict, nn.Module)) else slots_of(type(holder))
-        self.read()
+    def __init__(self, path: CellPath, container: Any, hidden: frozenset[str] = frozenset()) -> None:
+        self.path, self.container, self._hidden = path, container, hidden
+        self._slots = [] if isinstance(container, (dict, nn.Module)) else slots_of(type(container))
+        self.remember()
 
     @property
     def values(self) -> dict[Any, Any]:
         """All present values: the dict itself, or a new one where there are slots."""
-        if isinstance(self.holder, dict):
-            return self.holder
-        values: dict[Any, Any] = getattr(self.holder, "__dict__", {})
+        if isinstance(self.container, dict):
+            return self.container
+        values: dict[Any, Any] = getattr(self.container, "__dict__", {})
         if not self._slots:
             return values
-        return {**values, **{name: getattr(self.holder, name) for name in self._slots if hasattr(self.holder, name)}}
+        container = self.container
+        return {**values, **{name: getattr(container, name) for name in self._slots if hasattr(container, name)}}
 
     def is_same(self) -> bool:
-        values = self.holder if isinstance(self.holder, dict) else self.values
+        values = self.container if isinstance(self.container, dict) else self.values
         if values.keys() == self._keys and all(map(is_, map(values.get, self.content), self.content.values())):
             return True
         if any(True for _ in self.changes()):
@@ -210,7 +211,7 @@ class _KeyedCell:
         self._keys = set(values)  # hidden ones differ
         return True
 
-    def read(self) -> None:
+    def remember(self) -> None:
         values = self.values
         self.all_values, self._keys = list(values.values()), set(values)
         self.content = {key: value for key, value in values.items() if key not in self._hidden}
@@ -225,11 +226,11 @@ class _KeyedCell:
     def put(self, key: Any, value: Any) -> None:
         if key in self._slots:
             if value is not ABSENT:
-                object.__setattr__(self.holder, key, value)
-            elif hasattr(self.holder, key):
-                object.__delattr__(self.holder, key)
+                object.__setattr__(self.container, key, value)
+            elif hasattr(self.container, key):
+                object.__delattr__(self.container, key)
             return
-        own = self.holder if isinstance(self.holder, dict) else vars_of(self.holder)
+        own = self.container if isinstance(self.container, dict) else vars_of(self.container)
         if value is ABSENT:
             own.pop(key, None)
         else:
@@ -251,21 +252,21 @@ def _equal_atoms(a: Any, b: Any) -> bool:
     return a == b or (isinstance(a, float) and math.isnan(a) and math.isnan(b))
 
 
-def name_of(place: Place) -> str:
+def name_of(cell_key: CellKey) -> str:
     """The name of a place, for people."""
-    (module, _, *keys), key = place
+    (module, _, *keys), key = cell_key
     parts = [module, *map(str, keys), "" if key == WHOLE else str(key)]
     return ".".join(part for part in parts if part)
 
 
 @dataclass
-class PlaceChange:
+class CellChange:
     """A place with another value than before.
 
     ``items``: if a list or deque was only appended to, the new items; else None.
     """
 
-    place: Place
+    cell_key: CellKey
     before: Any
     now: Any
     items: list[Any] | None = None
@@ -310,16 +311,16 @@ class _TrackedTensor:
     stand_in: Tensor | None = None
 
     @property
-    def place(self) -> Place:
+    def cell_key(self) -> CellKey:
         cell, key = self.places[0]
         return cell.path, key
 
     def accept_state(self) -> None:
         """Makes the present state the one to compare with."""
-        self.write_count, self.copy = _write_count(self.tensor), None
+        self.write_count, self.copy = _count_writes(self.tensor), None
 
 
-def _write_count(tensor: Tensor) -> int:
+def _count_writes(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else version_of(tensor)
 
 
@@ -368,14 +369,14 @@ class ValueTree:
     def __init__(self, module: pl.LightningModule, internal: Iterable[str] = (), with_submodules: bool = True) -> None:
         self._module, self._with_submodules = module, with_submodules
         self._hidden = _ROOT_INTERNALS | frozenset(internal)
-        self._cells: dict[Path, _Cell] = {}
-        self._paths: dict[int, Path] = {}
+        self._cells: dict[CellPath, _Cell] = {}
+        self._paths: dict[int, CellPath] = {}
         self._single_cells: list[_Cell] = []
         self._module_tables: list[_KeyedCell] = []  # of modules, but for those in ``_single_cells``: compared at once
         self._table_dicts: list[dict[Any, Any]] = []  # of ``_module_tables``
         self._table_values: list[Any] = []  # of ``_table_dicts`` when they were last read; empty: to be collected
         self._tracked: dict[int, _TrackedTensor] = {}
-        self.statistics: dict[Place, Tensor] = {}
+        self.statistics: dict[CellKey, Tensor] = {}
         self._trained: dict[str, nn.Parameter] = {}
         self._trained_write_counts: list[int] = []  # of ``_trained`` when the block began
         self._trained_watch_steps = _WATCHED_STEPS  # steps in whose first block the content of ``_trained`` is compared
@@ -384,8 +385,8 @@ class ValueTree:
         self._copies_fit_budget = self._tree_is_stale = self._compares_trained = True
         self._places_are_stale = False  # whether tensors may have left their places since they were looked up there
         self._replaced: list[tuple[_Cell, Any, Any]] = []  # (cell, key, value) to be put back
-        self._block_places: list[Place] = []
-        self._unreported_places: list[Place] = []  # changed, to be returned by the next :meth:`absorb`
+        self._block_keys: list[CellKey] = []
+        self._unreported_keys: list[CellKey] = []  # changed, to be returned by the next :meth:`absorb`
         self._num_blocks = 0
 
     # ------------------------------------------------------------------ finding cells
@@ -398,35 +399,36 @@ class ValueTree:
         """
         self._cells, self._paths, self._tree_is_stale = {}, {}, False
         tracked_before, self._tracked = self._tracked, {}
-        todo: list[tuple[Path, Any]] = []
+        pending: list[tuple[CellPath, Any]] = []
         gathered: dict[nn.Module, set[str]] = defaultdict(set)  # by FSDP2, in a forward that may have begun
-        modules = [*self._modules("", self._module, set())]
+        modules = [*self._walk_modules("", self._module, set())]
         for module in fully_sharded_modules(module for _, module in modules):
             for owner, parameter in fsdp_places(module):
                 gathered[owner].add(parameter)
         for name, module in modules:
             hidden = self._hidden if module is self._module else _MODULE_INTERNALS
-            self._add(_KeyedCell((name, _ATTRIBUTES), module, hidden), todo)
-            self._add(_KeyedCell((name, _BUFFERS), buffers_of(module)), todo)
+            self._add_cell(_KeyedCell((name, _ATTRIBUTES), module, hidden), pending)
+            self._add_cell(_KeyedCell((name, _BUFFERS), buffers_of(module)), pending)
             if self._with_submodules:
-                self._add(_KeyedCell((name, _PARAMETERS), parameters_of(module), frozenset(gathered[module])), todo)
-                self._add(_KeyedCell((name, _CHILDREN), modules_of(module)), [])
+                parameters = _KeyedCell((name, _PARAMETERS), parameters_of(module), frozenset(gathered[module]))
+                self._add_cell(parameters, pending)
+                self._add_cell(_KeyedCell((name, _CHILDREN), modules_of(module)), [])
             self._paths[id(module)] = (name,)
-        own_cells = [*self._cells.values()][:2]
+        root_cells = [*self._cells.values()][:2]
         self._module_tables = [cell for cell in [*self._cells.values()][2:] if isinstance(cell, _KeyedCell)]
-        while todo and len(self._cells) < _MAX_CELLS:
-            path, value = todo.pop()
+        while pending and len(self._cells) < _MAX_CELLS:
+            path, value = pending.pop()
             if id(value) in self._paths:
                 continue
             if (access := _access_of(value)) is not None:
-                self._add(_WholeCell(path, value, access), todo)
+                self._add_cell(_WholeCell(path, value, access), pending)
             elif isinstance(value, tuple):
                 self._paths[id(value)] = ()
-                todo += [((*path, number), item) for number, item in enumerate(value[:_MAX_ITEMS])]
+                pending += [((*path, number), item) for number, item in enumerate(value[:_MAX_ITEMS])]
             elif isinstance(value, dict) or (
                 not isinstance(value, _OPAQUE_TYPES) and is_node(value) and not is_own(value)
             ):
-                self._add(_KeyedCell(path, value), todo)
+                self._add_cell(_KeyedCell(path, value), pending)
         self.statistics = {}
         for (name, *table), cell in self._cells.items():
             for key, value in cell.items() if table == [_BUFFERS] else ():
@@ -434,7 +436,7 @@ class ValueTree:
                 if is_statistic and id(value) in self._tracked and value.is_floating_point():
                     self.statistics[cell.path, key] = value
                     self._tracked[id(value)].is_written = True  # by a way that nothing counts
-        self._single_cells = [*own_cells, *[*self._cells.values()][2 + len(self._module_tables) :]]
+        self._single_cells = [*root_cells, *[*self._cells.values()][2 + len(self._module_tables) :]]
         self._table_values, self._table_dicts = [], [cell.values for cell in self._module_tables]
         tables = [(cell.path[0], cell.items()) for cell in self._module_tables if cell.path[1] == _PARAMETERS]
         named = {id(p): (f"{path}.{name}" if path else name, p) for path, items in tables for name, p in items}
@@ -442,18 +444,20 @@ class ValueTree:
         trained = {name: parameter for name, parameter in trained.items() if not is_sharded(parameter)}
         if [*map(id, trained.values())] != [*map(id, self._trained.values())]:
             self._trained, self._trained_watch_steps, self._compares_trained = trained, _WATCHED_STEPS, True
-        weights = {memory_address(parameter) for parameter in trained.values()} - {0}
-        self._tracked = {k: entry for k, entry in self._tracked.items() if memory_address(entry.tensor) not in weights}
-        seen: dict[int, _TrackedTensor] = {}
+        addresses = {memory_address(parameter) for parameter in trained.values()} - {0}
+        self._tracked = {
+            i: entry for i, entry in self._tracked.items() if memory_address(entry.tensor) not in addresses
+        }
+        first_by_memory: dict[int, _TrackedTensor] = {}
         for key, entry in self._tracked.items():
-            first_view = seen.setdefault(memory_address(entry.tensor) or key, entry)
+            first_view = first_by_memory.setdefault(memory_address(entry.tensor) or key, entry)
             entry.shares_memory = first_view.shares_memory = first_view is not entry or first_view.shares_memory
             if (earlier := tracked_before.get(key)) is not None and earlier.tensor is entry.tensor:
                 entry.watch_steps, entry.is_written = earlier.watch_steps, earlier.is_written or entry.is_written
-        size = sum(entry.tensor.nbytes for entry in self._tracked.values())
-        self._copies_fit_budget = size <= _WATCHED_BYTES + 2 * sum(parameter.nbytes for parameter in trained.values())
+        nbytes = sum(entry.tensor.nbytes for entry in self._tracked.values())
+        self._copies_fit_budget = nbytes <= _WATCHED_BYTES + 2 * sum(parameter.nbytes for parameter in trained.values())
 
-    def _modules(self, prefix: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    def _walk_modules(self, prefix: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
         """All modules of the tree, each once."""
         seen.add(id(module))
         yield prefix, module
@@ -461,12 +465,12 @@ class ValueTree:
             if child is None or id(child) in seen or isinstance(child, Metric) or is_own(child):
                 continue
             if not type(child).__module__.startswith(_STATEFUL_PACKAGES):
-                yield from self._modules(f"{prefix}.{name}" if prefix else name, child, seen)
+                yield from self._walk_modules(f"{prefix}.{name}" if prefix else name, child, seen)
 
-    def _add(self, cell: _Cell, todo: list[tuple[Path, Any]]) -> None:
-        """Adds ``cell`` and its tensors; ``todo`` gets the values to look into, by path."""
+    def _add_cell(self, cell: _Cell, pending: list[tuple[CellPath, Any]]) -> None:
+        """Adds ``cell`` and its tensors; ``pending`` gets the values to look into, by path."""
         self._cells[cell.path] = cell
-        self._paths.setdefault(id(cell.holder), cell.path)
+        self._paths.setdefault(id(cell.container), cell.path)
         items = list(cell.items())
         for key, item in items if len(items) <= _MAX_ITEMS else ():
             if str(key).startswith("__composable_api"):  # FSDP's, whose memory comes and goes
@@ -476,7 +480,7 @@ class ValueTree:
                     self._track(leaf, cell, key, is_in_tuple=True)
             self._track(item, cell, key)
             if not isinstance(item, (*_ATOMS, Tensor)):
-                todo.append(((*cell.path, key), item))
+                pending.append(((*cell.path, key), item))
 
     def _track(self, tensor: Any, cell: _Cell, key: Any, is_in_tuple: bool = False) -> None:
         """Tracks ``tensor`` at ``key`` of ``cell``, unless it is none, or trained."""
@@ -485,26 +489,26 @@ class ValueTree:
         if tensor.layout is torch.strided and tensor.untyped_storage().nbytes() < tensor.nbytes:
             return  # a number that stands for many, or memory that was freed
         if not tensor.requires_grad:  # a leaf that does is trained, by whomever
-            entry = self._tracked.setdefault(id(tensor), _TrackedTensor(tensor, [], _write_count(tensor)))
+            entry = self._tracked.setdefault(id(tensor), _TrackedTensor(tensor, [], _count_writes(tensor)))
             entry.places.append((cell, key))
             entry.is_in_tuple |= is_in_tuple
 
     # ------------------------------------------------------------------ places
 
-    def has(self, place: Place) -> bool:
+    def has(self, cell_key: CellKey) -> bool:
         """Whether the tree has that cell: other stages have other modules."""
-        if place[0] not in self._cells and self._tree_is_stale:
-            self._unreported_places = self.absorb()
-        return place[0] in self._cells
+        if cell_key[0] not in self._cells and self._tree_is_stale:
+            self._unreported_keys = self.absorb()
+        return cell_key[0] in self._cells
 
-    def get(self, place: Place) -> Any:
+    def get(self, cell_key: CellKey) -> Any:
         """The value of a place; ABSENT if it has none."""
-        return self._cells[place[0]].get(place[1])
+        return self._cells[cell_key[0]].get(cell_key[1])
 
     @torch.no_grad()
-    def put(self, place: Place, value: Any) -> None:
+    def put(self, cell_key: CellKey, value: Any) -> None:
         """Puts ``value`` into a place; writes into the tensor there if possible."""
-        cell, key = self._cells[place[0]], place[1]
+        cell, key = self._cells[cell_key[0]], cell_key[1]
         old = cell.get(key)
         entry = self._tracked.get(id(old)) if isinstance(old, Tensor) and isinstance(value, Tensor) else None
         if entry is not None and not old.is_inference() and old.shape == value.shape and old.dtype == value.dtype:
@@ -514,12 +518,12 @@ class ValueTree:
             old.data = value.detach()
         else:
             cell.put(key, value)
-            self._read_cell(cell)
+            self._remember_cell(cell)
             self._track(value, cell, key)
             self._places_are_stale = True
             self._tree_is_stale |= not isinstance(value, (*_ATOMS, Tensor))
 
-    def reference(self, value: Any) -> Path | None:
+    def reference(self, value: Any) -> CellPath | None:
         """The path of a module or cell, for other workers; None for other objects.
 
         Raises TypeError for a module that is not in the tree.
@@ -531,20 +535,20 @@ class ValueTree:
             raise TypeError(f"a {type(value).__name__} is made in the step; make it in __init__()")
         return None
 
-    def referent(self, path: Path) -> Any:
+    def referent(self, path: CellPath) -> Any:
         """The module or cell of :meth:`reference`."""
-        return self._module.get_submodule(path[0]) if len(path) == 1 else self._cells[path].holder
+        return self._module.get_submodule(path[0]) if len(path) == 1 else self._cells[path].container
 
     # ------------------------------------------------------------------ a block of the user's code
 
-    def absorb(self) -> list[Place]:
+    def absorb(self) -> list[CellKey]:
         """Makes the present state the one that a block's changes are compared with.
 
         Called before a block. Returns the places that other code has changed since: new values in cells, and tensors
         written in place. Builds the tree again if it has new containers, or weights were frozen or thawed; forgets
         tensors that are in no place any more.
         """
-        changed, self._unreported_places = self._unreported_places, []
+        changed, self._unreported_keys = self._unreported_keys, []
         changed_cells = self._changed_cells()
         places_moved, self._places_are_stale = self._places_are_stale or bool(changed_cells), False
         for cell in changed_cells:
@@ -554,7 +558,7 @@ class ValueTree:
                     if isinstance(item, Tensor) and key != WHOLE:
                         self._track(item, cell, key)
                     self._tree_is_stale |= not isinstance(item, (*_ATOMS, Tensor)) and id(item) not in self._paths
-            self._read_cell(cell)
+            self._remember_cell(cell)
         frozen = [entry.tensor for entry in self._tracked.values() if type(entry.tensor) is nn.Parameter]
         trained = self._trained.values()
         if self._tree_is_stale or any(map(_requires_grad, frozen)) or not all(map(_requires_grad, trained)):
@@ -564,7 +568,7 @@ class ValueTree:
                 entry.places = [(cell, key) for cell, key in entry.places if cell.get(key) is entry.tensor]
             if not entry.places:
                 del self._tracked[id(entry.tensor)]
-            elif entry.write_count != _write_count(entry.tensor):
+            elif entry.write_count != _count_writes(entry.tensor):
                 changed += [(cell.path, key) for cell, key in entry.places]
                 entry.accept_state()
         return changed
@@ -579,8 +583,8 @@ class ValueTree:
         )
         return changed if is_same else [*changed, *(cell for cell in self._module_tables if not cell.is_same())]
 
-    def _read_cell(self, cell: _Cell) -> None:
-        cell.read()
+    def _remember_cell(self, cell: _Cell) -> None:
+        cell.remember()
         self._table_values = []
 
     def begin_step(self) -> None:
@@ -592,16 +596,16 @@ class ValueTree:
         self._compares_trained = self._trained_watch_steps > 0
 
     @torch.no_grad()
-    def begin(self, values: Mapping[Place, Any]) -> None:
+    def begin(self, values: Mapping[CellKey, Any]) -> None:
         """Begins a block, with ``values`` put into their places; after :meth:`absorb`.
 
         :meth:`end` returns what the block has made of each.
         """
-        self._replaced, self._block_places = [], list(values)
+        self._replaced, self._block_keys = [], list(values)
         replaced: set[int] = set()
         storages: dict[int, Any] = {}
-        for place, value in values.items():
-            cell, key = self._cells[place[0]], place[1]
+        for cell_key, value in values.items():
+            cell, key = self._cells[cell_key[0]], cell_key[1]
             entry = self._tracked.get(id(cell.get(key)))
             replaced.add(id(entry))
             self._replace_in_places([(cell, key)] if entry is None or entry.is_in_tuple else entry.places, value)
@@ -615,12 +619,12 @@ class ValueTree:
             elif entry.copy is None and (is_watched or entry.tensor.nbytes <= _ALWAYS_COPIED_BYTES):
                 entry.copy = entry.tensor.detach().clone()
         for cell in {id(cell): cell for cell, _, _ in self._replaced}.values():
-            self._read_cell(cell)
+            self._remember_cell(cell)
         self._trained_write_counts = versions_of(self._trained.values())
         if self._compares_trained:
-            self._trained_checksums = self._checksums()
+            self._trained_checksums = self._compute_checksums()
 
-    def _checksums(self) -> list[bytes]:
+    def _compute_checksums(self) -> list[bytes]:
         return [checksum([parameter]) for parameter in self._trained.values()]
 
     def _replace_in_places(self, places: Iterable[tuple[_Cell, Any]], value: Any) -> None:
@@ -630,22 +634,22 @@ class ValueTree:
             cell.put(key, value)
 
     @torch.no_grad()
-    def end(self) -> list[PlaceChange]:
+    def end(self) -> list[CellChange]:
         """Ends the block; returns its changes, and one for each place of :meth:`begin`.
 
         All places hold again what they held before :meth:`begin`.
         """
         changed, changes = self._changes()
-        for place in self._block_places:
-            changes.setdefault(place, PlaceChange(place, ABSENT, self.get(place))).items = None
+        for cell_key in self._block_keys:
+            changes.setdefault(cell_key, CellChange(cell_key, ABSENT, self.get(cell_key))).items = None
         for entry in self._tracked.values():
             if (write := self._take_write(entry)) is not None:
-                changes[write.place] = write
+                changes[write.cell_key] = write
         self._undo(changed)
         now: list[Any] = versions_of(self._trained.values())
         before: list[Any] = self._trained_write_counts
         if now == before and self._compares_trained:
-            now, before, self._compares_trained = self._checksums(), self._trained_checksums, False
+            now, before, self._compares_trained = self._compute_checksums(), self._trained_checksums, False
         if now != before:
             _refuse(next(name for name, a, b in zip(self._trained, now, before, strict=True) if a != b), trained=True)
         self._num_blocks += 1
@@ -661,28 +665,28 @@ class ValueTree:
         self._compares_trained = False
         for entry in self._tracked.values():
             entry.stand_in = None
-            if entry.copy is not None and entry.write_count != _write_count(entry.tensor):
+            if entry.copy is not None and entry.write_count != _count_writes(entry.tensor):
                 self._rewrite(entry, entry.copy)
 
-    def changes_outside(self, stays: Callable[[PlaceChange], bool]) -> list[PlaceChange]:
+    def changes_outside(self, keeps: Callable[[CellChange], bool]) -> list[CellChange]:
         """Changes by other code since :meth:`absorb`.
 
-        Undoes new values in cells unless ``stays`` is true of them; writes into tensors are returned, not undone.
+        Undoes new values in cells unless ``keeps`` is true of them; writes into tensors are returned, not undone.
         """
         changed, changes = self._changes()
         for cell, key, before, _ in changed:
-            if not stays(changes[cell.path, key]):
+            if not keeps(changes[cell.path, key]):
                 cell.put(key, before)
         # Nothing counts writes to these.
-        written = [entry.place for entry in self._tracked.values() if entry.tensor.is_inference()]
-        for place in (*self.absorb(), *written):
-            changes.setdefault(place, PlaceChange(place, self.get(place), self.get(place)))
+        written = [entry.cell_key for entry in self._tracked.values() if entry.tensor.is_inference()]
+        for cell_key in (*self.absorb(), *written):
+            changes.setdefault(cell_key, CellChange(cell_key, self.get(cell_key), self.get(cell_key)))
         return list(changes.values())
 
-    def _changes(self) -> tuple[list[tuple[_Cell, Any, Any, Any]], dict[Place, PlaceChange]]:
+    def _changes(self) -> tuple[list[tuple[_Cell, Any, Any, Any]], dict[CellKey, CellChange]]:
         """(cell, key, value before, value now) of all changes in cells; the same by place."""
         changed = [(cell, *change) for cell in self._changed_cells() for change in cell.changes()]
-        return changed, {(cell.path, key): self._change(cell, key, before, now) for cell, key, before, now in changed}
+        return changed, {(change[0].path, change[1]): self._change_of(*change) for change in changed}
 
     def _undo(self, changed: list[tuple[_Cell, Any, Any, Any]]) -> None:
         """Undoes ``changed``, and the replacements made when the block began."""
@@ -691,19 +695,19 @@ class ValueTree:
         for cell, key, value in reversed(self._replaced):
             cell.put(key, value)
         for cell in {id(cell): cell for cell, *_ in (*changed, *self._replaced)}.values():
-            self._read_cell(cell)
+            self._remember_cell(cell)
         self._replaced = []
 
-    def _change(self, cell: _Cell, key: Any, before: Any, now: Any) -> PlaceChange:
+    def _change_of(self, cell: _Cell, key: Any, before: Any, now: Any) -> CellChange:
         items = None
-        if key == WHOLE and _can_append(cell.holder):
+        if key == WHOLE and _can_append(cell.container):
             items = _appended_items(before, now)
         elif key != WHOLE and _can_append(now) and (before is ABSENT or type(before) is type(now)):
             old_cell = self._cells.get((*cell.path, key))
             items = _appended_items(() if before is ABSENT else before if old_cell is None else old_cell.content, now)
-        return PlaceChange((cell.path, key), before, now, items)
+        return CellChange((cell.path, key), before, now, items)
 
-    def _take_write(self, entry: _TrackedTensor) -> PlaceChange | None:
+    def _take_write(self, entry: _TrackedTensor) -> CellChange | None:
         """Undoes the block's write to a tensor, and returns it; None if there is none.
 
         A stand-in is compared with the tensor; without a stand-in, the tensor with its copy. Raises
@@ -714,36 +718,36 @@ class ValueTree:
             places = [(cell.path, key) for cell, key in entry.places if cell.get(key) is stand_in]
             if type(stand_in) is nn.Parameter and stand_in.requires_grad:
                 raise UnsupportedFeatureError(
-                    f"{name_of(entry.place)}.requires_grad was set in a training step."
+                    f"{name_of(entry.cell_key)}.requires_grad was set in a training step."
                     " Set it before, in a hook such as on_train_batch_start(), which all workers run."
                 )
             if not places or _equal_tensors(stand_in, entry.tensor):
                 return None
             entry.is_written = True
-            return PlaceChange(places[0], entry.tensor, stand_in)
-        is_counted = entry.write_count != (write_count := _write_count(entry.tensor))
+            return CellChange(places[0], entry.tensor, stand_in)
+        is_counted = entry.write_count != (write_count := _count_writes(entry.tensor))
         is_in_turn = id(entry) % _COMPARE_EVERY == self._num_blocks % _COMPARE_EVERY
         is_compared_now = is_in_turn or entry.tensor.nbytes <= _ALWAYS_COMPARED_BYTES
         if not is_counted and (entry.copy is None or not is_compared_now):
             return None
         if entry.copy is None:
-            _refuse(name_of(entry.place), trained=False)
+            _refuse(name_of(entry.cell_key), trained=False)
         if _equal_tensors(entry.copy, entry.tensor):
             entry.write_count = write_count
             return None
         if entry.is_in_tuple:
             raise UnsupportedFeatureError(
-                f"A tensor in the tuple {name_of(entry.place)} was written in a training step. Assign a new"
+                f"A tensor in the tuple {name_of(entry.cell_key)} was written in a training step. Assign a new"
                 " tuple, or keep it in a list."
             )
         now = entry.tensor.detach().clone()
         self._rewrite(entry, entry.copy)
         entry.is_written = True
-        return PlaceChange(entry.place, entry.tensor, now)
+        return CellChange(entry.cell_key, entry.tensor, now)
 
     def _rewrite(self, entry: _TrackedTensor, copy: Tensor) -> None:
         entry.tensor.copy_(copy)  # autograd counts that, should the step's graph need what was written
-        entry.write_count = _write_count(entry.tensor)
+        entry.write_count = _count_writes(entry.tensor)
 
     # ------------------------------------------------------------------ outside of blocks
 
@@ -763,7 +767,7 @@ class ValueTree:
                 cell.content, cell.all_values = content, []
                 for key, before, _ in list(cell.changes()):
                     cell.put(key, before)
-                self._read_cell(cell)
+                self._remember_cell(cell)
                 self._places_are_stale = True
 
 
