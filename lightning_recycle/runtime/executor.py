@@ -74,15 +74,15 @@ class Executor:
     # ------------------------------------------------------------------ a step
 
     def run_step(
-        self, handle: StepHandle, apply: Callable[[StepResult], None], share: AccumulationPart = _WHOLE_STEP
+        self, handle: StepHandle, apply: Callable[[StepResult], None], accumulation: AccumulationPart = _WHOLE_STEP
     ) -> StepResult:
         """Runs step :attr:`version` until this worker has applied it.
 
-        ``apply`` is called exactly once, with the gradients in place; it steps the optimizer if ``share`` ends a step
-        of it.
+        ``apply`` is called exactly once, with the gradients in place; it steps the optimizer if ``accumulation``
+        ends a step of it.
         """
         number = self.version
-        step = Step(handle, apply, share)
+        step = Step(handle, apply, accumulation)
         self.runner.steps = {number: step, **{n: s for n, s in self.runner.steps.items() if n == number - 1}}
         self.runner.attempt.reads_from = handle.loader
         self.runner.stage.remember_modes()
@@ -312,7 +312,7 @@ class Executor:
         if resume.generation == 0:
             runner.measure_links()
         ahead = frozenset() if runner.redoes_whole_steps else resume.decision.ahead
-        runner.ahead = resume.decision.version, self._stages_in_plane(ahead)
+        runner.repeated_step, runner.stages_done = resume.decision.version, self._stages_in_plane(ahead)
         siblings = self.runner.positions.siblings(self.client.rank)
         runner.siblings_done = all(
             self.runner.positions.column(sibling) in resume.decision.ahead for sibling in siblings

@@ -294,7 +294,7 @@ class GradientBuffers:
         return {parameter: grad for parameter, grad in found.items() if grad is not None}
 
     @torch.no_grad()
-    def add(self, step: int, share: AccumulationPart) -> None:
+    def add(self, step: int, accumulation: AccumulationPart) -> None:
         """Adds the sum of ``step`` to ``parameter.grad``, as a backward would."""
         held = [(parameter, grad) for parameter in self.parameters if (grad := parameter.grad) is not None]
         own = self._ids_in_buffers() if held else set()
@@ -306,10 +306,10 @@ class GradientBuffers:
         known = [(p.grad, grad) for p, grad in found if p.grad is not None]
         if known:
             sums, parts = ([local_part(each) for each in column] for column in zip(*known, strict=True))
-            foreach_add_(sums, parts, alpha=1 / share.batches)
+            foreach_add_(sums, parts, alpha=1 / accumulation.batches)
         for parameter, grad in found:
             if parameter.grad is None:
-                parameter.grad = grad if share.batches == 1 else grad / share.batches
+                parameter.grad = grad if accumulation.batches == 1 else grad / accumulation.batches
         self._versions = [bucket.version for bucket in chosen.buckets]
 
     def _handed_over(self, step: int) -> _StepBuffers:
@@ -347,25 +347,26 @@ class GradientBuffers:
 
     @torch.no_grad()
     def squared_norm(
-        self, step: int, share: AccumulationPart = AccumulationPart(), without: Collection[nn.Parameter] = ()
+        self, step: int, accumulation: AccumulationPart = AccumulationPart(), without: Collection[nn.Parameter] = ()
     ) -> float:
         """The squared norm of the optimizer's gradients, but of ``without``.
 
         The rest after an overridden ``optimizer_zero_grad`` does not count.
         """
-        counted = self._after(step, share, without)
+        counted = self._after(step, accumulation, without)
         return float(sum(float(norm) ** 2 for norm in foreach_norm(counted))) if counted else 0.0
 
     @torch.no_grad()
-    def is_finite(self, step: int, share: AccumulationPart, without: Collection[nn.Parameter] = ()) -> bool:
+    def is_finite(self, step: int, accumulation: AccumulationPart, without: Collection[nn.Parameter] = ()) -> bool:
         """Whether the gradients that an optimizer gets after ``step`` are finite."""
-        counted = self._after(step, share, without)
+        counted = self._after(step, accumulation, without)
         return not counted or bool(torch.stack([torch.isfinite(grad).all() for grad in counted]).all())
 
-    def _after(self, step: int, share: AccumulationPart, without: Collection[nn.Parameter]) -> list[Tensor]:
+    def _after(self, step: int, accumulation: AccumulationPart, without: Collection[nn.Parameter]) -> list[Tensor]:
         left_out = {id(parameter) for parameter in without}
-        found = {p: view if share.batches == 1 else view / share.batches for p, view in self.by_parameter(step)}
-        for parameter, grad in {} if share.begins else self.held().items():
+        batches = accumulation.batches
+        found = {p: view if batches == 1 else view / batches for p, view in self.by_parameter(step)}
+        for parameter, grad in {} if accumulation.begins else self.held().items():
             part = local_part(grad)
             found[parameter] = part + found[parameter] if parameter in found else part
         return [value for parameter, value in found.items() if id(parameter) not in left_out]
@@ -401,17 +402,17 @@ class BucketedReduction:
         self._givers: Mapping[tuple[int, ...], int] = {}
         self._queues: list[deque[Bucket]] = []  # what is left to be begun in the background, each in its order
         self._summed_in_reduce: Tensor | None = None
-        self._only_counted: list[Bucket] = []  # in no sum of their own
-        self._last: Task | None = None  # the operation that completes the gradients
-        self._ends: dict[Bucket, Task | None] = {}  # and those that complete each bucket
+        self._buckets_to_count: list[Bucket] = []  # in no sum of their own
+        self._last_task: Task | None = None  # the operation that completes the gradients
+        self._completing_tasks: dict[Bucket, Task | None] = {}  # and those that complete each bucket
         self._expected: dict[tuple[int, ...], Task | None] = {}  # by stages: the last one that runs what they hold
         self._begun_reductions: list[Reduction] = []
         self._missing: dict[Bucket, set[int]] = {}  # not begun: the ids of parameters without their complete gradient
         self._bucket_of: dict[int, Bucket] = {}
         self._versions: dict[Bucket, int] = {}  # of what was begun although operations were left that do not add to it
-        self._seen: dict[Bucket, int] = {}  # the same of what could have begun, where it is not known yet
+        self._versions_seen: dict[Bucket, int] = {}  # the same of what could have begun, where it is not known yet
         self._grows_later: dict[tuple[int, ...], bool] = {}  # by stages: whether others added to it after all
-        self._times: dict[nn.Parameter, int] = {}  # the most gradients that each got in one of the backwards watched
+        self._gradient_counts: dict[nn.Parameter, int] = {}  # the most that each got in one backward
 
     def begin(
         self,
@@ -427,9 +428,9 @@ class BucketedReduction:
         gradients.
         """
         self._gradients.begin(step)
-        self._step, self._givers, self._last = step, givers, None
-        self._ends, self._versions, self._bucket_of = {}, {}, {}
-        self._seen, self._expected = {}, {}
+        self._step, self._givers, self._last_task = step, givers, None
+        self._completing_tasks, self._versions, self._bucket_of = {}, {}, {}
+        self._versions_seen, self._expected = {}, {}
         has_peers, buckets = self._communicator.has_peers, self._gradients.buckets(step)
         of_stage = [bucket for bucket in buckets if not bucket.stages]
         of_ties = [bucket for bucket in buckets if bucket.stages]
@@ -437,41 +438,43 @@ class BucketedReduction:
         if len(of_stage) == 1 and self._communicator.sums_at_once(of_stage[0].buffer):
             self._summed_in_reduce = of_stage[0].buffer
         early = of_stage if has_peers and self._summed_in_reduce is None else []
-        self._only_counted = [] if early else of_stage
+        self._buckets_to_count = [] if early else of_stage
         in_one_order = self._communicator.transport.in_one_order
         self._queues = [deque(early + of_ties)] if in_one_order else [deque(early), deque(of_ties)]
         # Statistics alone are complete when the last operation begins: no forward comes after it.
         self._missing = {bucket: set(map(id, bucket.parameters)) or {0} for bucket in early + of_ties}
         adding = [task for task in reversed(program) if task.op.kind in _COMPLETING]
         if adding and (of_ties or len(early) > 1):
-            self._last = adding[0]
-            self._ends = dict.fromkeys(early, self._last)
+            self._last_task = adding[0]
+            self._completing_tasks = dict.fromkeys(early, self._last_task)
             for stages in {bucket.stages for bucket in of_ties}:
                 unfinished = set().union(*(self._missing[bucket] for bucket in of_ties if bucket.stages == stages))
                 end = next((t for t in adding if t is adds_to_all or unfinished - self._stage.untouched(t.index)), None)
                 self._expected[stages] = end
-                end = self._last if self._grows_later.get(stages, True) else end
-                self._ends.update((bucket, end) for bucket in of_ties if bucket.stages == stages)
+                end = self._last_task if self._grows_later.get(stages, True) else end
+                self._completing_tasks.update((bucket, end) for bucket in of_ties if bucket.stages == stages)
 
     def during_weights(self, task: Task) -> Callable[[nn.Parameter], None] | None:
         """The callback of the W of ``task``, for each complete parameter, or None."""
-        if task is not self._last:
+        if task is not self._last_task:
             return None
-        self._expect(self._stage.waiting_parameters(task.index))
-        return self._complete
+        self._await_gradients(self._stage.waiting_parameters(task.index))
+        return self._complete_parameter
 
     def during_backward(self, task: Task) -> AbstractContextManager[None]:
-        return self._watched() if task is self._last and self._stage.differentiates_itself else nullcontext()
+        is_last = task is self._last_task and self._stage.differentiates_itself
+        return self._sum_during_backward() if is_last else nullcontext()
 
     @contextmanager
-    def _watched(self) -> Iterator[None]:
+    def _sum_during_backward(self) -> Iterator[None]:
         """Sums buckets within the last backward, each once its gradients are complete.
 
         A parameter counts as complete at its first gradient if no earlier backward gave it several. Raises
         UnsupportedFeatureError if it gets another one then.
         """
-        trained = [p for bucket in self._missing if self._ends[bucket] is self._last for p in bucket.parameters]
-        self._expect(trained)
+        last = self._last_task
+        trained = [p for bucket in self._missing if self._completing_tasks[bucket] is last for p in bucket.parameters]
+        self._await_gradients(trained)
         times: Counter[nn.Parameter] = Counter()
 
         def added(parameter: nn.Parameter) -> None:
@@ -482,8 +485,8 @@ class BucketedReduction:
                     " those of earlier steps, so its bucket was reduced too early. Use activation checkpointing with"
                     " use_reentrant=False, or a bucket_cap_mb that is larger than the stage."
                 )
-            if self._times.get(parameter) == 1:
-                self._complete(parameter)
+            if self._gradient_counts.get(parameter) == 1:
+                self._complete_parameter(parameter)
 
         hooks = [parameter.register_post_accumulate_grad_hook(added) for parameter in trained]
         try:
@@ -491,31 +494,31 @@ class BucketedReduction:
         finally:
             for hook in hooks:
                 hook.remove()
-        self._times.update({p: max(count, self._times.get(p, 0)) for p, count in times.items()})
+        self._gradient_counts.update({p: max(count, self._gradient_counts.get(p, 0)) for p, count in times.items()})
 
-    def _expect(self, parameters: Collection[nn.Parameter]) -> None:
+    def _await_gradients(self, parameters: Collection[nn.Parameter]) -> None:
         """Marks the gradients of ``parameters`` as incomplete, all others as complete."""
         waiting = set(map(id, parameters))
         for bucket, missing in self._missing.items():
-            missing &= waiting if self._ends[bucket] is self._last else set()
+            missing &= waiting if self._completing_tasks[bucket] is self._last_task else set()
         self._bucket_of = {key: bucket for bucket, missing in self._missing.items() for key in missing}
         self._begin_complete()
 
-    def _complete(self, parameter: nn.Parameter) -> None:
+    def _complete_parameter(self, parameter: nn.Parameter) -> None:
         bucket = self._bucket_of.get(id(parameter))
         if bucket is not None:
             self._missing[bucket].discard(id(parameter))
             self._begin_complete()
 
-    def completed(self, task: Task) -> None:
+    def end_task(self, task: Task) -> None:
         """``task``, a W or BW, has ended, and its gradients are in their places."""
-        if self._last is None:
+        if self._last_task is None:
             return
         for bucket in self._missing:
             if bucket.stages and self._expected[bucket.stages] in (task, None):
-                self._seen.setdefault(bucket, bucket.version)
+                self._versions_seen.setdefault(bucket, bucket.version)
         for bucket, missing in self._missing.items():
-            if self._ends[bucket] in (task, None):
+            if self._completing_tasks[bucket] in (task, None):
                 missing.clear()
         self._begin_complete()
 
@@ -524,7 +527,7 @@ class BucketedReduction:
             while queue and not self._missing[queue[0]] and self._may_begin():
                 if not queue[0].is_in_place:
                     return  # an error, which REDUCE raises
-                if self._ends[queue[0]] is not self._last:
+                if self._completing_tasks[queue[0]] is not self._last_task:
                     self._versions[queue[0]] = queue[0].version
                 self._begin(queue.popleft())
 
@@ -548,12 +551,12 @@ class BucketedReduction:
                 " in the first step of this layout none did: the loss, or another layer, uses its parameters now. Use"
                 " RecoveryOptions(rebalance='never'), or a layout in which no stage shares that layer."
             )
-        for bucket, version in self._seen.items():
+        for bucket, version in self._versions_seen.items():
             grows = bucket.version != version
             self._grows_later[bucket.stages] = grows or self._grows_later.get(bucket.stages, False)
         for bucket in chain(*self._queues):
             self._begin(bucket)
-        for bucket in self._only_counted:
+        for bucket in self._buckets_to_count:
             bucket.count()
         if self._summed_in_reduce is not None:
             self._communicator.all_reduce(self._summed_in_reduce)

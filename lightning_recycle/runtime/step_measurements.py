@@ -211,7 +211,7 @@ class FirstSteps:
             self._tried += 1
             self._split = {index: (place + self._tried) % 2 == 1 for place, index in enumerate(fused)}
 
-    def splits(self, index: int) -> bool:
+    def is_split(self, index: int) -> bool:
         """Whether the backward of micro-batch ``index`` is split for a measurement."""
         return (self._measures and self._may_split) or self._split.get(index, False)
 
@@ -346,7 +346,7 @@ class StepMeasurements:
         tries_splitting: bool = False,
     ) -> None:
         self.timings = Timings(device)
-        self.first: FirstSteps | None = None
+        self.first_steps: FirstSteps | None = None
         self._client, self._device, self._profiles, self._held = client, device, profiles, held
         self._tries_splitting, self._awaits_memory = tries_splitting, False
         self._tried: SplitTrial | None = None
@@ -356,7 +356,7 @@ class StepMeasurements:
         """Begins the first steps anew with other layers, which hold ``of_stage``."""
         held = self._held
         of_all = None if held is None else lambda: chain(of_stage(), held())
-        self.first = FirstSteps(self._device, of_all, self._tries_splitting)
+        self.first_steps = FirstSteps(self._device, of_all, self._tries_splitting)
         self._awaits_memory = held is not None
         self._end_if_known()
 
@@ -380,27 +380,27 @@ class StepMeasurements:
 
     def report(self) -> None:
         """Sends complete measurements after an applied step."""
-        first, rank = self.first, self._client.rank
-        if first is None:
+        first_steps, rank = self.first_steps, self._client.rank
+        if first_steps is None:
             return
-        if first.tries_splitting and (tried := first.trial()) is not None:
+        if first_steps.tries_splitting and (tried := first_steps.trial()) is not None:
             self._client.send(messages.Measured(rank, trial=tried))
-            self._tried, self._tries_splitting, first.tries_splitting = tried, False, False
-        if self._profiles and first.count == _PROFILED:
+            self._tried, self._tries_splitting, first_steps.tries_splitting = tried, False, False
+        if self._profiles and first_steps.count == _PROFILED:
             seconds = dict(self.timings.seconds)
-            profile = first.profile(seconds if self._tried is None else self._tried.divided(seconds))
+            profile = first_steps.profile(seconds if self._tried is None else self._tried.divided(seconds))
             steps = _PROFILED - _PROFILE_WARM_UP
             profiled = messages.Profiled(profile, self._latency, self._bandwidth, steps)
             self._client.send(messages.Measured(rank, profiled))
             self._profiles = False
-        if (footprint := first.footprint()) is not None:
+        if (footprint := first_steps.footprint()) is not None:
             self._client.send(messages.Measured(rank, footprint=footprint))
             self._awaits_memory = False
         self._end_if_known()
 
     def _end_if_known(self) -> None:
         if not (self._awaits_memory or self._tries_splitting or self._profiles):
-            self.first = None
+            self.first_steps = None
 
 
 def _link(exchange: Callable[[int], None]) -> tuple[float, float]:

@@ -62,7 +62,7 @@ class Step:
 
     handle: StepHandle
     apply: Callable[[StepResult], None]
-    share: AccumulationPart
+    accumulation: AccumulationPart
     result: StepResult | None = None
 
 
@@ -102,7 +102,7 @@ class StepRunner:
         version: steps applied to the parameters; with gradient accumulation, batches.
         payload: its report to other stages; that of a speculative step stays.
         stage_leaders: the rank that speaks for each stage.
-        ahead: a step that is run again, and the stages that are done with it.
+        repeated_step: a step that is run again; ``stages_done``: the stages that are done with it.
         siblings_done: whether the other members of this worker's position are done with that step, too.
         timings: seconds by kind of operation.
     """
@@ -129,7 +129,7 @@ class StepRunner:
         self.steps: dict[int, Step] = {}
         self.attempt = Attempt()
         self.stage_leaders: dict[int, int] = {}
-        self.ahead: tuple[int, frozenset[int]] = (-1, frozenset())
+        self.repeated_step, self.stages_done = -1, frozenset[int]()
         self.siblings_done = True
         self.before_operation: list[Callable[[int, Op], None]] = []
         self.after_operation: list[Callable[[int, Op], None]] = []
@@ -137,15 +137,15 @@ class StepRunner:
         self._device = communicator.device
         self._measurements = measurements or StepMeasurements(client, self._device)
         self.timings = self._measurements.timings
-        self._waits_to_read = is_accelerator(self._device)  # a number of the device
+        self._losses_stay_on_device = is_accelerator(self._device)  # a number of the device
         has_ties = bool(bundle.ties.ties)
-        waits = rules.overflow or not rules.staggered or has_ties
+        needs_commit = rules.overflow or not rules.staggered or has_ties
         self.speculation = (
             None
-            if waits or rules.presumes is None
+            if needs_commit or rules.presumes is None
             else SpeculativeCommits(client, self.positions.column(client.rank), self.positions.columns, rules.presumes)
         )
-        self.commits = waits or (rules.norm and rules.presumes is None)
+        self.commits = needs_commit or (rules.norm and rules.presumes is None)
         self.redoes_whole_steps = has_ties  # what is REDUCED, but not applied, cannot be kept for a redo
         self._shadow_on_host, self._device_name = shadow_on_host, device_name
         self._shadow_version = -1  # the version of the parameters in the shadow
@@ -162,7 +162,8 @@ class StepRunner:
 
     def _set_up(self, bundle: StageBundle) -> None:
         """Sets up this worker for the layers of ``bundle``; nothing may be under way."""
-        self.stage, self.gradients, self.ties = bundle.stage, bundle.gradients, bundle.ties
+        stage = bundle.stage
+        self.stage, self.gradients, self.ties = stage, bundle.gradients, bundle.ties
         self._parameters, self._not_counted = bundle.parameters, bundle.not_counted
         self._reduction = BucketedReduction(self.communicator, self.gradients, self.stage, lambda: self.is_confirmed)
         # A single column is never ahead of others: what it has applied is what is committed.
@@ -170,18 +171,18 @@ class StepRunner:
         self._shadow = Shadow(self._parameters, self._shadow_on_host) if is_ahead else None
         self._measurements.begin_layers(self._layer_tensors)
         # A speculative step, or the user's own backward, may differ.
-        comparing = self.speculation is None and self.stage.differentiates_itself
+        is_comparable = self.speculation is None and stage.differentiates_itself
         self._microbatches = self.grid.global_microbatches
         self._recompute_again = recompute = Recomputation(
-            self.stage, self._parameters, self._microbatches, self.callbacks.recomputing
+            stage, self._parameters, self._microbatches, self.callbacks.recomputing
         )
         # A scaled loss overflows now and then, and a peer computes what differentiates itself in its own way.
-        several = self.grid.lanes > 1 and self.positions.members == 1  # a member cannot compute alone
-        explains = several and not self._rules.overflow and self.stage.differentiates_itself
+        has_replicas = self.grid.lanes > 1 and self.positions.members == 1  # a member cannot compute alone
+        may_blame = has_replicas and not self._rules.overflow and stage.differentiates_itself
         self.verifier = Verifier(
-            self.client, self.communicator, self.stage, recompute, self.grid, self._device_name, comparing, explains
+            self.client, self.communicator, stage, recompute, self.grid, self._device_name, is_comparable, may_blame
         )
-        self._watcher: Verifier | None = None  # if micro-batches of this attempt are recorded
+        self._recorder: Verifier | None = None  # if micro-batches of this attempt are recorded
 
     def replace_layers(self, bundle: StageBundle) -> None:
         """Continues with the layers of ``bundle``, after this stage's layers have moved."""
@@ -211,9 +212,9 @@ class StepRunner:
         """Runs the program for ``step``, or the part that other stages still need."""
         self.communicator.meet_siblings()  # none of them is left behind in a step that others can complete
         self.client.leave_hook(together=True)
-        siblings_done = self.siblings_done if step == self.ahead[0] else False
+        siblings_done = self.siblings_done if step == self.repeated_step else False
         part = part_of(step, self.version, self.reduced, self._idle_peer, siblings_done)
-        givers = self._givers(step)
+        givers = self._reduced_tie_givers(step)
         self.verifier.begin(step, part.reduces and step == self.version)
         program = self.verifier.tasks
         if not part.reduces:
@@ -225,7 +226,7 @@ class StepRunner:
         self.stage.clear()
         self._losses, self._outputs = {}, {}
         self._has_read_ahead = False
-        self._watcher = self.verifier if self.verifier.records else None
+        self._recorder = self.verifier if self.verifier.records else None
         early = part.reduces and not (self.verifier.needs_last_gradients or givers)
         self._reduction.begin(part.buffer_step, program if early else (), givers, self.verifier.target)
         self._statistics = self.gradients.statistics(part.buffer_step)
@@ -235,9 +236,9 @@ class StepRunner:
             for task in program
             if task.source is not None
         }
-        if (first := self._measurements.first) is not None:
+        if (first_steps := self._measurements.first_steps) is not None:
             measured, buffers = step if part.reduces else None, self.communicator.buffers()
-            first.begin(measured, program, self._whole_program.split_backward, buffers)
+            first_steps.begin(measured, program, self._whole_program.split_backward, buffers)
         if part.awaits_peers:
             self.await_peers()
         forwards_left = [task.op.kind for task in program].count(OpKind.FORWARD)
@@ -270,9 +271,9 @@ class StepRunner:
                 if not part.computes_weights:  # there is no W that would free what it waits with
                     self.stage.forget(task.index)
             elif kind is OpKind.BACKWARD_WEIGHT:
-                if self._watcher is not None:
-                    self._watcher.adds_gradients(task)
-                with self._measured(kind, task):
+                if self._recorder is not None:
+                    self._recorder.begin_gradients(task)
+                with self._measuring(kind, task):
                     self.stage.backward_weight(task.index, self._reduction.during_weights(task))
             elif kind is OpKind.CHECK:
                 self.verifier.check(step)
@@ -286,45 +287,45 @@ class StepRunner:
             for after in self.after_operation:
                 after(step, task.op)
             if kind in (OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT):
-                if self._watcher is not None:
-                    self._watcher.completed(task)
-                self._reduction.completed(task)
+                if self._recorder is not None:
+                    self._recorder.complete_record(task)
+                self._reduction.end_task(task)
         self.communicator.end_step()
 
     def _forward(self, step: int, task: Task) -> None:
         inputs = target = None
         if task.op.stage == 0 or self._is_last:
             assert task.op.microbatch is not None
-            data = self.steps[step]
+            handle = self.steps[step].handle
             with self.client.busy(READING):
                 self.attempt.place = (step, READING)
-                read = data.handle.loader.fetch(data.handle, task.op.microbatch)
+                raw_microbatch = handle.loader.fetch(handle, task.op.microbatch)
                 self.attempt.place = (step, task.label)
-                inputs, target = self.callbacks.split(read, data.handle.index)
+                inputs, target = self.callbacks.split(raw_microbatch, handle.index)
         note = b""
         if task.source is not None:
             inputs = self._receive(step, task)
             note = self._incoming[task].note
-        if self._watcher is not None:
-            self._watcher.takes(step, task, inputs, target)
-        first, recomputed = self._measurements.first, task.recomputed
-        split = task.split_backward or (first is not None and first.splits(task.index))
-        measured = self._measured(OpKind.FORWARD, task, inputs)
+        if self._recorder is not None:
+            self._recorder.record_inputs(step, task, inputs, target)
+        first_steps, index, recomputed = self._measurements.first_steps, task.index, task.recomputed
+        is_split = task.split_backward or (first_steps is not None and first_steps.is_split(index))
+        measured = self._measuring(OpKind.FORWARD, task, inputs)
         with self.callbacks.microbatch(task.index, self._statistics) as values, measured:
-            output = self.stage.forward(step, task.index, inputs, target, split_backward=split, recomputed=recomputed)
+            output = self.stage.forward(step, index, inputs, target, split_backward=is_split, recomputed=recomputed)
             if self._is_last:
                 loss = self.stage.loss(step, task.index, output, target, self._microbatches)
-                self._losses[task.index] = loss.clone() if self._waits_to_read else float(loss)
+                self._losses[task.index] = loss.clone() if self._losses_stay_on_device else float(loss)
                 if self.callbacks.records_outputs:
                     with self.client.busy("a hook that sees outputs"):
-                        values.record = self.callbacks.record_output(output, target, self._samples(step, task))
+                        values.record = self.callbacks.record_output(output, target, self._num_samples(step, task))
         if self._is_last and (output_bytes := values.output(note)):
             self._outputs[task.index] = output_bytes
-        if self._watcher is not None:
-            self._watcher.computed(task, output, self._losses.get(task.index))
+        if self._recorder is not None:
+            self._recorder.record_output(task, output, self._losses.get(task.index))
         if task.destination is not None:
-            if first is not None:
-                first.sent(output)
+            if first_steps is not None:
+                first_steps.sent(output)
             note = values.note(note)
             self.communicator.send(_ACTIVATIONS, output, task.destination, task.index, note)
 
@@ -337,36 +338,37 @@ class StepRunner:
         _, parts = self.communicator.parts
         if parts == 1:
             return losses, self._outputs
-        found = self.communicator.exchange([*losses.values()], pack_tensors(self._outputs) if self._outputs else b"")
-        means = (sum(each) / parts for each in zip(*(numbers for numbers, _ in found), strict=True))
-        outputs = {index: output for _, data in found if data for index, output in unpack_tensors(data).items()}
+        packed = pack_tensors(self._outputs) if self._outputs else b""
+        contributions = self.communicator.exchange([*losses.values()], packed)
+        means = (sum(each) / parts for each in zip(*(numbers for numbers, _ in contributions), strict=True))
+        outputs = {index: output for _, data in contributions if data for index, output in unpack_tensors(data).items()}
         return {index // parts: mean for index, mean in zip(losses, means, strict=True)}, outputs
 
     def _recompute(self, step: int, task: Task) -> None:
-        first = self._measurements.first
-        split = task.split_backward or (first is not None and first.splits(task.index))
-        with self.callbacks.recomputing(task.index), self._measured(OpKind.RECOMPUTE, task):
-            self.stage.recompute(task.index, split_backward=split)
+        first_steps = self._measurements.first_steps
+        is_split = task.split_backward or (first_steps is not None and first_steps.is_split(task.index))
+        with self.callbacks.recomputing(task.index), self._measuring(OpKind.RECOMPUTE, task):
+            self.stage.recompute(task.index, split_backward=is_split)
 
     def _backward(self, step: int, task: Task) -> None:
         grads = None if task.source is None else self._receive(step, task)
-        kind, first = task.op.kind, self._measurements.first
-        if self._watcher is not None:
-            self._watcher.adds_gradients(task)
-        if kind is OpKind.BACKWARD and first is not None and first.splits(task.index):
+        kind, first_steps = task.op.kind, self._measurements.first_steps
+        if self._recorder is not None:
+            self._recorder.begin_gradients(task)
+        if kind is OpKind.BACKWARD and first_steps is not None and first_steps.is_split(task.index):
             with self.timings.of[kind]:
-                with first.part(OpKind.BACKWARD_INPUT, task.index, self.stage):
+                with first_steps.part(OpKind.BACKWARD_INPUT, task.index, self.stage):
                     input_grads = self.stage.backward_input(task.index, grads)
-                with first.part(OpKind.BACKWARD_WEIGHT, task.index, self.stage):
+                with first_steps.part(OpKind.BACKWARD_WEIGHT, task.index, self.stage):
                     self.stage.backward_weight(task.index)
         elif kind is OpKind.BACKWARD:
-            with self._measured(kind, task), self._reduction.during_backward(task):
+            with self._measuring(kind, task), self._reduction.during_backward(task):
                 input_grads = self.stage.backward(task.index, grads)
         else:
-            with self._measured(kind, task):
+            with self._measuring(kind, task):
                 input_grads = self.stage.backward_input(task.index, grads)
-        if self._watcher is not None:
-            self._watcher.differentiated(task, grads, input_grads)
+        if self._recorder is not None:
+            self._recorder.record_backward(task, grads, input_grads)
         if task.destination is not None and input_grads is not None:
             self.communicator.send(_GRADIENTS, input_grads, task.destination, task.index)
 
@@ -384,20 +386,19 @@ class StepRunner:
         if not self.commits and self.speculation is None:  # otherwise no peer needs them once they have been clipped
             self.gradients.protect_lent(step)
 
-    def _givers(self, step: int) -> dict[tuple[int, ...], int]:
+    def _reduced_tie_givers(self, step: int) -> dict[tuple[int, ...], int]:
         """For stages with shared weights that were summed before: the rank that has them."""
-        again, ahead = self.ahead
-        givers = self.ties.givers(ahead) if step == again else {}
+        givers = self.ties.givers(self.stages_done) if step == self.repeated_step else {}
         return {stages: self.stage_leaders[giver] for stages, giver in givers.items()}
 
     def _commit_payload(self, step: int) -> CommitPayload:
         """This stage's report of its reduced gradient of ``step``."""
         if not (self._rules.norm or self._rules.overflow):
             return CommitPayload(math.nan, False)
-        totals, unoptimized = (step, self.steps[step].share), self.callbacks.unoptimized_parameters()
+        reduced, unoptimized = (step, self.steps[step].accumulation), self.callbacks.unoptimized_parameters()
         return CommitPayload(
-            self.gradients.squared_norm(*totals, (*self._not_counted, *unoptimized)) if self._rules.norm else math.nan,
-            self._rules.overflow and not self.gradients.is_finite(*totals, unoptimized),
+            self.gradients.squared_norm(*reduced, (*self._not_counted, *unoptimized)) if self._rules.norm else math.nan,
+            self._rules.overflow and not self.gradients.is_finite(*reduced, unoptimized),
         )
 
     def _commit_and_apply(self) -> None:
@@ -414,19 +415,19 @@ class StepRunner:
 
         ``payloads``: the report of each column; empty if ``speculative``, as they are not known yet.
         """
-        number = self.version
-        step = self.steps[number]
+        version = self.version
+        step = self.steps[version]
         norm = 0.0 if speculative else norm_of(payloads)
         overflow = any(payload.overflow for payload in payloads.values())
-        of_all = self.client.await_loss(number)
-        self.verifier.applied(of_all.loss)
-        add = partial(self.gradients.add, number, step.share)
-        result = StepResult(of_all.loss, norm, of_all.outputs, of_all.after_step, overflow, of_all.check_next, add)
+        loss = self.client.await_loss(version)
+        self.verifier.record_loss(loss.loss)
+        add = partial(self.gradients.add, version, step.accumulation)
+        result = StepResult(loss.loss, norm, loss.outputs, loss.after_step, overflow, loss.check_next, add)
         self.gradients.give_back()
         with self.timings.of[OpKind.STEP]:
             if self._shadow is not None:
                 self._shadow.update()
-                self._shadow_version = number
+                self._shadow_version = version
             if speculative:
                 self.callbacks.keep_optimizer_state()
             # From here on the step counts as applied: a regroup within (a user's collective) must not apply it again.
@@ -443,9 +444,9 @@ class StepRunner:
                 step.apply(result)
             self.client.leave_hook()
             self.stage.clear()  # what layers of FSDP have gathered for a hook are the parameters before the step
-            self._protect_lent_gradients(number)
+            self._protect_lent_gradients(version)
         step.result = result
-        self.client.send(self._measurements.applied(number, self.callbacks.describe_step(number)))
+        self.client.send(self._measurements.applied(version, self.callbacks.describe_step(version)))
         self.attempt.cannot_repeat = False
         self._measurements.report()
 
@@ -487,9 +488,9 @@ class StepRunner:
         assert self.speculation is not None
         self.speculation.speculative, self.payload = False, None
         if not self.speculation.was_right(reports):
-            self._step_again(step, norm_of(reports))
+            self._repeat_optimizer_step(step, norm_of(reports))
 
-    def _step_again(self, step: int, norm: float) -> None:
+    def _repeat_optimizer_step(self, step: int, norm: float) -> None:
         assert self._shadow is not None
         started = time.perf_counter()
         with self.client.busy("STEP", OpKind.STEP.value):
@@ -526,8 +527,8 @@ class StepRunner:
 
     def measure_links(self) -> None:
         """Measures the links to the neighbours, which do the same, if the run is profiled."""
-        rank, pair = self.client.rank, self.communicator.echo
-        self._measurements.measure_links(self.worker.stage, self._is_last, lambda by, *how: pair(rank + by, *how))
+        rank, echo = self.client.rank, self.communicator.echo
+        self._measurements.measure_links(self.worker.stage, self._is_last, lambda by, *how: echo(rank + by, *how))
 
     def await_peers(self) -> None:
         """Returns when all live workers of this stage have come here."""
@@ -553,28 +554,28 @@ class StepRunner:
     def _receive(self, step: int, task: Task) -> Any:
         if not self._has_read_ahead and step == self.version:
             self._has_read_ahead = True  # the first wait of a step is the longest: the pipeline fills
-            data = self.steps[step]
+            handle = self.steps[step].handle
             with self.client.busy(READING):
                 self.attempt.place = (step + 1, READING)
-                data.handle.loader.read_ahead(data.handle)
+                handle.loader.read_ahead(handle)
                 self.attempt.place = (step, task.label)
         assert task.source is not None
         with self.client.waiting(f"worker {self.positions.name(task.source)}"):
             value = self.communicator.receive(self._incoming[task])
-        if task.op.kind is OpKind.FORWARD and self._measurements.first is not None:
-            self._measurements.first.received(value)
+        if task.op.kind is OpKind.FORWARD and self._measurements.first_steps is not None:
+            self._measurements.first_steps.received(value)
         return value
 
-    def _measured(self, kind: OpKind, task: Task, inputs: Any = None) -> AbstractContextManager[None]:
+    def _measuring(self, kind: OpKind, task: Task, inputs: Any = None) -> AbstractContextManager[None]:
         """The context of an F, R, BW, B or W; ``inputs``: of the F."""
         timed = self.timings.of[kind]
-        first = self._measurements.first
-        return timed if first is None else _nested(timed, first.part(kind, task.index, self.stage, inputs))
+        first_steps = self._measurements.first_steps
+        return timed if first_steps is None else _nested(timed, first_steps.part(kind, task.index, self.stage, inputs))
 
-    def _samples(self, step: int, task: Task) -> int:
-        data = self.steps[step]
+    def _num_samples(self, step: int, task: Task) -> int:
+        handle = self.steps[step].handle
         assert task.op.microbatch is not None
-        return data.handle.loader.num_samples(data.handle, task.op.microbatch)
+        return handle.loader.num_samples(handle, task.op.microbatch)
 
 
 @contextmanager

@@ -227,8 +227,9 @@ class Verifier:
     are known anyway; sums over gradients are for devices for which no worker has to wait.
 
     Args:
-        comparing: whether peers compute the same bits.
-        explains: whether values that are not finite may show a broken device: not with a scaled loss or without peers.
+        is_comparable: whether peers compute the same bits.
+        may_blame_device: whether values that are not finite may show a broken device: not with a scaled loss, or
+            without peers.
 
     Attributes:
         tasks: this worker's next ones, with its CHECK.
@@ -244,19 +245,19 @@ class Verifier:
         recompute: Recomputation,
         grid: Grid,
         device: str,
-        comparing: bool,
-        explains: bool = False,
+        is_comparable: bool,
+        may_blame_device: bool = False,
     ) -> None:
         self._client, self._communicator, self._stage = client, communicator, stage
         self._recompute, self._device = recompute, device
-        self._comparing, self._explains = comparing, explains
+        self._is_comparable, self._may_blame_device = is_comparable, may_blame_device
         self._tag = grid.global_microbatches  # behind those of micro-batches
         self._program = Program()
         self.tasks: tuple[Task, ...] = ()
         self._completing: list[Task] = []  # of each micro-batch
         self.target: Task | None = None
-        self._apart = GradientsApart(())
-        self._checks, self._checked_by = -1, -1  # rank whose record comes, and rank that gets this worker's
+        self._own_gradients = GradientsApart(())
+        self._checked_rank, self._checking_rank = -1, -1  # rank whose record comes, and rank that gets this worker's
         self._incoming: Incoming | None = None
         self._records: dict[int, MicrobatchRecord] = {}  # of this attempt
         self._own_record: MicrobatchRecord | None = None  # what it is checked on, when it is complete
@@ -281,19 +282,19 @@ class Verifier:
         checks, self.tasks = self._program.checks, self._program.tasks
         self._own_record = self._disputed = self._incoming = self.target = None
         self._records = {}
-        self.inspects = self._explains and step == self._inspected
+        self.inspects = self._may_blame_device and step == self._inspected
         # Once its loss is known some may have applied the step: what others make of it can be held back no more.
         self._unpassed_step = step if self._program.has_checks(step) and not self._client.knows_loss(step) else -1
         if self._unpassed_step < 0:
             return
-        number = checks.drawn(step) if checks is not None and self._comparing and is_first_attempt else None
+        number = checks.drawn(step) if checks is not None and self._is_comparable and is_first_attempt else None
         if checks is None or number is None:
-            self._pass()
+            self._report_passed()
             return
         self.target = self._completing[number % len(self._completing)]
-        self._apart = GradientsApart(self._recompute.parameters)
-        self._checks, self._checked_by = checks.partners(step, self._client.rank)
-        self._incoming = self._communicator.post_receive(Channel.ACTIVATIONS, self._checks, self._tag)
+        self._own_gradients = GradientsApart(self._recompute.parameters)
+        self._checked_rank, self._checking_rank = checks.partners(step, self._client.rank)
+        self._incoming = self._communicator.post_receive(Channel.ACTIVATIONS, self._checked_rank, self._tag)
         self.tasks = self._program.tasks_with_check(checks.places[number])
 
     @property
@@ -303,14 +304,14 @@ class Verifier:
 
     @property
     def needs_last_gradients(self) -> bool:
-        """Whether the last micro-batch's gradients must wait for :meth:`completed`."""
+        """Whether the last micro-batch's gradients must wait for :meth:`complete_record`."""
         return self.inspects or (self.target is not None and self.target is self._completing[-1])
 
     def leaves_open(self, step: int) -> bool:
         """Whether the newest attempt at ``step``, not passed by all, may be wrong."""
         return step == self._unpassed_step and not self._client.knows_loss(step)
 
-    def _pass(self) -> None:
+    def _report_passed(self) -> None:
         self._client.send(
             messages.Reached(self._client.rank, self._client.generation, messages.Milestone.PASSED, self._unpassed_step)
         )
@@ -318,7 +319,7 @@ class Verifier:
     def _is_checked_on(self, task: Task) -> bool:
         return self.target is not None and task.index == self.target.index
 
-    def takes(self, step: int, task: Task, inputs: Any, target: Any) -> None:
+    def record_inputs(self, step: int, task: Task, inputs: Any, target: Any) -> None:
         is_checked = self._is_checked_on(task)
         if is_checked or self.inspects:
             record = MicrobatchRecord.of(step, task, inputs, target)
@@ -327,38 +328,38 @@ class Verifier:
             elif is_checked:
                 self._give_up("what its layers are given cannot be sent to another worker")
 
-    def computed(self, task: Task, output: Any, loss: Tensor | float | None) -> None:
+    def record_output(self, task: Task, output: Any, loss: Tensor | float | None) -> None:
         """Records the forward's ``output``, and on the last stage its ``loss``."""
         if (record := self._records.get(task.index)) is not None:
             made = [*tensors_of(output), None if loss is None else float(loss)]
             record.sums[_OUTPUT] = checksum(made)
             self._dispute_if_unsound(record, made, record.inputs)
 
-    def adds_gradients(self, task: Task) -> None:
+    def begin_gradients(self, task: Task) -> None:
         """``task``, which adds weight gradients, begins."""
         if self._is_checked_on(task) and task.index in self._records:
-            self._apart.begin()
+            self._own_gradients.begin()
 
-    def differentiated(self, task: Task, grads: Any, input_grads: Any) -> None:
+    def record_backward(self, task: Task, grads: Any, input_grads: Any) -> None:
         """Records the backward from ``grads`` to ``input_grads``."""
         if (record := self._records.get(task.index)) is not None:
             made = tensors_of(input_grads)
             record.grads = mapped(grads, _copy)
             record.sums[_INPUT_GRADIENT] = checksum(made)
             if task.op.kind is OpKind.BACKWARD_INPUT and self._is_checked_on(task):
-                self._apart.end()
+                self._own_gradients.end()
             self._dispute_if_unsound(record, made, grads)
 
-    def completed(self, task: Task) -> None:
+    def complete_record(self, task: Task) -> None:
         """Sends the peer the record, once the weight gradients of ``task`` are complete."""
         if (record := self._records.pop(task.index, None)) is None:
             return
         if task is self.target:
             record.sums[WEIGHT_GRADIENT] = checksum(self._recompute.gradients())
-            self._apart.end()
-            self._apart.add()
+            self._own_gradients.end()
+            self._own_gradients.add()
             record.machine, self._own_record = _machine(), record
-            self._communicator.send(Channel.ACTIVATIONS, _as_message(record), self._checked_by, self._tag)
+            self._communicator.send(Channel.ACTIVATIONS, _as_message(record), self._checking_rank, self._tag)
         if self.inspects:
             made = self._recompute.gradients()
             self._dispute_if_unsound(record, made, (record.inputs, record.grads))
@@ -374,27 +375,27 @@ class Verifier:
 
     def check_losses(self, step: int, losses: Mapping[int, float]) -> None:
         wrong = next((index for index, loss in losses.items() if not math.isfinite(loss)), None)
-        if wrong is not None and self._asks(step):
-            self._ask(step, wrong)
+        if wrong is not None and self._may_report(step):
+            self._report_not_finite(step, wrong)
 
     def check_gradient(self, step: int, squared_norm: float | None, buffers: Sequence[Tensor]) -> None:
         """Checks the reduced gradient; ``squared_norm``: its own, if known."""
-        if not self._asks(step):
+        if not self._may_report(step):
             return
         if squared_norm is None:
             is_finite = all(_is_finite(buffer) for buffer in buffers if buffer.is_cpu)
         else:
             is_finite = math.isfinite(squared_norm)
         if not is_finite:
-            self._ask(step, -1)
+            self._report_not_finite(step, -1)
 
-    def applied(self, loss: float) -> None:
+    def record_loss(self, loss: float) -> None:
         self._was_finite = math.isfinite(loss)
 
-    def _asks(self, step: int) -> bool:
-        return self._explains and step > self._excused and self._was_finite
+    def _may_report(self, step: int) -> bool:
+        return self._may_blame_device and step > self._excused and self._was_finite
 
-    def _ask(self, step: int, microbatch: int) -> NoReturn:
+    def _report_not_finite(self, step: int, microbatch: int) -> NoReturn:
         self._client.send(messages.NotFinite(self._client.rank, self._client.generation, step, microbatch))
         self._client.await_announcement(_VERDICT_TIMEOUT)
         raise Interrupted
@@ -405,13 +406,13 @@ class Verifier:
         """Recomputes a peer's record, if the step has checks; Interrupted if it differs."""
         if self._incoming is None:
             return
-        checked, incoming = self._checks, self._incoming
+        checked, incoming = self._checked_rank, self._incoming
         self._incoming = None
         with self._client.waiting(f"rank {checked}"):
             record = _from_message(self._communicator.receive(incoming))
         if record.machine != _machine():
             if self._own_record is None:
-                self._pass()
+                self._report_passed()
                 return
             record, checked = self._own_record, self._client.rank
         sums = self._recompute(record)
@@ -420,7 +421,7 @@ class Verifier:
                 self._give_up(f"{varies} gives other bits each time")
                 return
             self.dispute(record, checked, sums)
-        self._pass()
+        self._report_passed()
 
     def dispute(self, record: MicrobatchRecord, other: int, sums: Mapping[str, bytes]) -> NoReturn:
         """Has all workers of the stage compute ``record``, on which ``other`` disagrees.
@@ -457,7 +458,7 @@ class Verifier:
         raise Interrupted
 
     def _give_up(self, cause: str) -> None:
-        self._comparing = False
+        self._is_comparable = False
         log.warning("Computations cannot be compared: %s.", cause)
         self._client.send(messages.Incomparable(self._client.rank, cause))
 

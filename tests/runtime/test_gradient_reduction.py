@@ -225,7 +225,7 @@ class Halfway(Bench):
         found = []
         for index in (1, 3):
             self.reduction.during_weights(self.program[index])
-            self.reduction.completed(self.program[index])
+            self.reduction.end_task(self.program[index])
             found.append(list(self.line.begun))
         self.reduction.finish()
         return [*found, list(self.line.begun)]
@@ -254,10 +254,10 @@ def test_it_leaves_as_soon_as_the_newest_step_is_confirmed():
     bench = Halfway()
     bench.is_confirmed = False
     bench.reduction.begin(0, [*bench.program[:2], task(W, 7), *bench.program[2:]])
-    bench.reduction.completed(bench.program[1])
+    bench.reduction.end_task(bench.program[1])
     assert bench.line.begun == []
     bench.is_confirmed = True
-    bench.reduction.completed(task(W, 7))
+    bench.reduction.end_task(task(W, 7))
     assert bench.line.begun == [48]
 
 
@@ -270,7 +270,7 @@ def test_a_worker_that_does_not_run_it_at_all_does_not_hold_it_up():
 def test_a_gradient_of_a_layer_that_another_stage_runs_is_an_error():
     bench = Halfway()
     bench.reduction.begin(0, bench.program)
-    bench.reduction.completed(bench.program[1])
+    bench.reduction.end_task(bench.program[1])
     assert bench.line.begun == [48]
     bench.parameters[1].sum().backward()
     bench.parameters[2].sum().backward()
@@ -285,12 +285,12 @@ def test_what_a_loss_adds_to_after_all_is_awaited_from_the_first_step_on():
         for step in (0, 1):
             bench.line.begun.clear()
             bench.reduction.begin(step, bench.program)
-            bench.reduction.completed(bench.program[1])
+            bench.reduction.end_task(bench.program[1])
             assert bench.line.begun == ([48] if step and not late else [])
             bench.parameters[1].sum().backward()
             if late:
                 bench.parameters[2].sum().backward()
-            bench.reduction.completed(bench.program[3])
+            bench.reduction.end_task(bench.program[3])
             bench.reduction.finish()
 
 

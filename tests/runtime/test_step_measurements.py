@@ -245,10 +245,10 @@ def run(trials: FirstSteps, step: int, count: int, seconds: float = 0.0, **flags
     """A step, in which a split micro-batch computes twice as long; returns which are split."""
     trials.begin(step, program(count, **flags))
     for index in range(count):
-        for kind in (F, B, W) if trials.splits(index) else (F, BW):
+        for kind in (F, B, W) if trials.is_split(index) else (F, BW):
             with trials.part(kind, index, NO_STAGE):
                 compute(seconds * (2 if kind in (B, W) else 1))
-    return [trials.splits(index) for index in range(count)]
+    return [trials.is_split(index) for index in range(count)]
 
 
 def until_done(trials: FirstSteps, count: int, seconds: float = 0.0) -> SplitTrial:
@@ -271,7 +271,7 @@ def test_a_step_that_runs_again_and_a_part_of_one_count_once():
     for _ in range(3):
         run(trials, 0, 2)
     trials.begin(None, program(2))
-    assert not trials.splits(0)
+    assert not trials.is_split(0)
     run(trials, 1, 2)
     assert run(trials, 2, 2) == [True, False]
 
@@ -297,7 +297,7 @@ def test_what_sleeps_takes_time_and_keeps_nobody_busy():
     for step in range(6):
         trials.begin(step, program(2))
         for index in range(2):
-            for kind in (F, B, W) if trials.splits(index) else (F, BW):
+            for kind in (F, B, W) if trials.is_split(index) else (F, BW):
                 with trials.part(kind, index, NO_STAGE):
                     time.sleep(0.005)
     result = trials.trial()

@@ -72,22 +72,22 @@ class Worker:
             x, y = values(task.index)
             match task.op.kind:
                 case OpKind.FORWARD:
-                    self.verifier.takes(step, task, x, y)
+                    self.verifier.record_inputs(step, task, x, y)
                     output = self.stage.forward(step, task.index, x, y, split_backward=task.split_backward)
                     loss = self.stage.loss(step, task.index, output, y, 3)
-                    self.verifier.computed(task, output, float(loss))
+                    self.verifier.record_output(task, output, float(loss))
                 case OpKind.BACKWARD | OpKind.BACKWARD_INPUT:
-                    self.verifier.adds_gradients(task)
+                    self.verifier.begin_gradients(task)
                     split = task.op.kind is OpKind.BACKWARD_INPUT
                     backward = self.stage.backward_input if split else self.stage.backward
-                    self.verifier.differentiated(task, None, backward(task.index, None))
+                    self.verifier.record_backward(task, None, backward(task.index, None))
                 case OpKind.BACKWARD_WEIGHT:
-                    self.verifier.adds_gradients(task)
+                    self.verifier.begin_gradients(task)
                     self.stage.backward_weight(task.index)
                 case _:
                     continue
             if task.op.kind in (OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT):
-                self.verifier.completed(task)
+                self.verifier.complete_record(task)
         return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
 
