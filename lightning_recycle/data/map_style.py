@@ -41,7 +41,7 @@ _KEPT_ROUNDS = 2  # the current one, and the previous one, which others may have
 
 
 def _round_seed(epoch: int, round_index: int) -> int:
-    """The number that seeds a round: the epoch for the first, a hash for later ones."""
+    """Seed of a round: the epoch for the first, a hash for later ones."""
     return derive_seed(epoch, round_index) if round_index else epoch
 
 
@@ -136,7 +136,7 @@ class MicrobatchLoader(SampleLoader):
         self._newest_prefetched: tuple[int, int, Microbatch] | None = None
         self._prefetch_end = 0
         self._epoch_reader: tuple[int, list[Sequence[Address]], DataLoader[Any]] | None = None  # of an epoch
-        num_samples = self._num_samples = self._count()
+        num_samples = self._num_samples = self._count_samples()
         self._num_steps = num_samples // self.global_batch_size
         if self.evaluation and not self._drops_last:
             self._num_steps = -(-num_samples // self.global_batch_size)
@@ -153,10 +153,10 @@ class MicrobatchLoader(SampleLoader):
     def _permutes_by_seed(self) -> bool:
         """Whether the order is a permutation that is drawn here, as torch's sampler would."""
         sampler = self._user_sampler
-        whole = type(sampler) is RandomSampler and sampler.num_samples == len(self.dataset)
-        return whole and not sampler.replacement and sampler.generator is None
+        covers_dataset = type(sampler) is RandomSampler and sampler.num_samples == len(self.dataset)
+        return covers_dataset and not sampler.replacement and sampler.generator is None
 
-    def _count(self) -> int:
+    def _count_samples(self) -> int:
         return len(self._user_sampler)
 
     @property
@@ -203,50 +203,50 @@ class MicrobatchLoader(SampleLoader):
         """Drops the data of earlier steps; reads this worker's part if no process does."""
         current = (handle.epoch, handle.index)
         self._cache = {key: value for key, value in self._cache.items() if key[:2] >= current}
-        self._read_own(handle)
+        self._read_own_pipeline(handle)
 
     def read_ahead(self, handle: StepHandle) -> None:
         if (handle.index + 1) % self._num_steps:
-            self._read_own(StepHandle(self, handle.epoch, handle.index + 1))
+            self._read_own_pipeline(StepHandle(self, handle.epoch, handle.index + 1))
 
-    def _read_own(self, handle: StepHandle) -> None:
+    def _read_own_pipeline(self, handle: StepHandle) -> None:
         """Reads all micro-batches of this worker's pipeline, if no process does."""
         if self._prefetch and self.dataloader.num_workers == 0:
             microbatches = [Microbatch(self._pipeline, m) for m in range(self.grid.microbatches)]
-            self._read([(handle.epoch, handle.index, microbatch) for microbatch in microbatches])
+            self._fill_cache([(handle.epoch, handle.index, microbatch) for microbatch in microbatches])
 
     def collate_microbatch(self, handle: StepHandle, microbatch: Microbatch) -> Any:
         key = (handle.epoch, handle.index, microbatch)
         if key not in self._cache:
             is_prefetched = self._prefetch and microbatch.pipeline == self._pipeline and self.dataloader.num_workers > 0
             if not is_prefetched or not self._take_prefetched(key):
-                self._read([key])
+                self._fill_cache([key])
         return self._cache.pop(key)  # it is read again for each call: the caller owns it
 
     def collate_batch(self, handle: StepHandle) -> Any:
         return self._read_batches(handle.epoch, [self._addresses(handle.epoch, handle.index)])[0]
 
     def samples_in(self, handle: StepHandle) -> int:
-        return self._size(handle.index)
+        return self._step_size(handle.index)
 
     def addresses(self, epoch: int, step: int, microbatch: Microbatch) -> list[Address]:
         """The samples of a micro-batch, as (seed of the round, dataset index)."""
-        number, order = self._round(epoch, step)
-        return [(number, as_index(order[position])) for position in self._positions(epoch, step, microbatch)]
+        round_seed, order = self._round_of(epoch, step)
+        return [(round_seed, as_index(order[position])) for position in self._order_positions(epoch, step, microbatch)]
 
     def _addresses(self, epoch: int, step: int) -> list[Address]:
         """The samples of a global batch."""
-        number, order = self._round(epoch, step)
+        round_seed, order = self._round_of(epoch, step)
         first = step % self._num_steps * self.global_batch_size
-        return [(number, as_index(index)) for index in order[first : first + self._size(step)]]
+        return [(round_seed, as_index(index)) for index in order[first : first + self._step_size(step)]]
 
-    def _positions(self, epoch: int, step: int, microbatch: Microbatch) -> range:
-        """The places of a micro-batch's samples in the sampler's order."""
+    def _order_positions(self, epoch: int, step: int, microbatch: Microbatch) -> range:
+        """Positions of a micro-batch's samples in the sampler's order."""
         first = step % self._num_steps * self.global_batch_size
-        share = self._share(microbatch, self._size(step))
+        share = self._share(microbatch, self._step_size(step))
         return range(first + share.start, first + share.stop, share.step)
 
-    def _size(self, step: int) -> int:
+    def _step_size(self, step: int) -> int:
         """The number of samples of a step; that of batches where each sample is one."""
         first = step % self._num_steps * self.global_batch_size
         return min(first + self.global_batch_size, self._num_samples) - first
@@ -257,12 +257,12 @@ class MicrobatchLoader(SampleLoader):
 
     # ------------------------------------------------------------------ inside
 
-    def _read(self, keys: Sequence[tuple[int, int, Microbatch]]) -> None:
+    def _fill_cache(self, keys: Sequence[tuple[int, int, Microbatch]]) -> None:
         """Reads micro-batches together, because saving the generators' state dominates."""
         missing = {key: samples for key in keys if key not in self._cache and (samples := self.addresses(*key))}
         if missing:
-            found = self._read_batches(keys[0][0], [*missing.values()])
-            self._cache.update(zip(missing, found, strict=True))
+            batches = self._read_batches(keys[0][0], [*missing.values()])
+            self._cache.update(zip(missing, batches, strict=True))
 
     def _read_batches(self, epoch: int, groups: Sequence[Sequence[Address]]) -> list[Any]:
         """Reads and collates each of ``groups``.
@@ -275,43 +275,43 @@ class MicrobatchLoader(SampleLoader):
                 return [self._collate.collect(self._addressed_dataset.read(group, reseed), reseed) for group in groups]
         if self._epoch_reader is None or self._epoch_reader[0] != epoch:
             queue: list[Sequence[Address]] = []
-            self._epoch_reader = epoch, queue, self._reading_processes(epoch, queue, 1, persistent_workers=True)
+            self._epoch_reader = epoch, queue, self._reader_processes(epoch, queue, 1, persistent_workers=True)
         _, queue, reader = self._epoch_reader
         queue[:] = groups
         return list(reader)
 
-    def _round(self, epoch: int, step: int) -> tuple[int, Sequence[Any]]:
+    def _round_of(self, epoch: int, step: int) -> tuple[int, Sequence[Any]]:
         """The seed of the round of ``step``, and its sampler's order."""
         round_index = step // self._num_steps
         round_seed = _round_seed(epoch, round_index)
         if round_seed not in self._orders:
             drawn = self._drawn_rounds[1] if self._drawn_rounds is not None and self._drawn_rounds[0] == epoch else 0
             for earlier in range(drawn, round_index):  # a sampler with a state must draw them in turn
-                self._draw(epoch, earlier)
-            self._draw(epoch, round_index)
+                self._draw_order(epoch, earlier)
+            self._draw_order(epoch, round_index)
         return round_seed, self._orders[round_seed]
 
-    def _draw(self, epoch: int, round_index: int) -> None:
+    def _draw_order(self, epoch: int, round_index: int) -> None:
         """Draws the order of round ``round_index`` of ``epoch`` from the user's sampler.
 
         The sampler and its generators have the state that they would have on one device; after a restart, the saved
         one.
         """
-        sampler, number = self._user_sampler, _round_seed(epoch, round_index)
+        sampler, round_seed = self._user_sampler, _round_seed(epoch, round_index)
         if self._drawn_rounds is None or self._drawn_rounds[0] != epoch:
             if self._restored_state is not None:
                 state, self._restored_state = self._restored_state, None
-                again, renewed = state["epoch"] == epoch, state.get("reload", 0) and epoch % state["reload"] == 0
-                if again or not renewed:
-                    self._sampler_state.load(state["before" if again else "after"])
+                is_same_epoch, reload = state["epoch"] == epoch, state.get("reload", 0)
+                if is_same_epoch or not reload or epoch % reload:
+                    self._sampler_state.load(state["before" if is_same_epoch else "after"])
             self._state_before = self._sampler_state.take()
         if not self.dataloader.persistent_workers or epoch == round_index == 0:
             self._draw_base_seed(sampler)
-        for drawn in (sampler, getattr(sampler, "sampler", None)):  # that of a batch sampler may count
-            if drawn is not None and hasattr(drawn, "set_epoch"):
-                drawn.set_epoch(epoch)
+        for epoch_sampler in (sampler, getattr(sampler, "sampler", None)):  # that of a batch sampler may count
+            if epoch_sampler is not None and hasattr(epoch_sampler, "set_epoch"):
+                epoch_sampler.set_epoch(epoch)
         with seeded_everything() as reseed:
-            reseed(derive_seed(self._seed, number))
+            reseed(derive_seed(self._seed, round_seed))
             order: Sequence[Any]
             if type(sampler) is SequentialSampler:  # a subclass may have an order of its own
                 order = range(len(sampler))
@@ -323,7 +323,7 @@ class MicrobatchLoader(SampleLoader):
             else:
                 order = compact(list(sampler))
         self._drawn_rounds = epoch, round_index + 1
-        self._orders = {**dict(list(self._orders.items())[1 - _KEPT_ROUNDS :]), number: order}
+        self._orders = {**dict(list(self._orders.items())[1 - _KEPT_ROUNDS :]), round_seed: order}
 
     def _draw_base_seed(self, sampler: Any) -> None:
         """Draws a DataLoader's base seed from its generator, as at the start of an epoch."""
@@ -358,14 +358,14 @@ class MicrobatchLoader(SampleLoader):
             "restored": self._restored_state,
             "sampler": self._sampler_state.take(),
             "at_start": self._sampler_state.at_start,
-            "probed": self._probe_again(),
+            "probed": self._digest_samples_again(),
         }
 
-    def _probe_again(self) -> tuple[list[Any], int] | None:
+    def _digest_samples_again(self) -> tuple[list[Any], int] | None:
         """Addresses and digest of the compared samples, read now: hooks may change them."""
         if self._probed_samples is not None and not self._samples_vary and not self._starts_slowly:
             addresses, self._probed_samples = self._probed_samples[0], None
-            self._probe(addresses)
+            self._digest_samples(addresses)
         return None if self._samples_vary else self._probed_samples
 
     @property
@@ -384,7 +384,7 @@ class MicrobatchLoader(SampleLoader):
         self._sampler_state.load(state["sampler"])
         self._sampler_state.at_start = state["at_start"]
         probed = None if self._starts_slowly else state["probed"]  # the others wait meanwhile
-        if probed is not None and self._probe(probed[0]) not in (None, probed[1]):
+        if probed is not None and self._digest_samples(probed[0]) not in (None, probed[1]):
             raise ConfigurationError(different(type(self.dataset).__name__, "samples in a replacement"))
 
     @property
@@ -394,7 +394,7 @@ class MicrobatchLoader(SampleLoader):
 
     @override
     def facts(self) -> dict[str, Any]:
-        number, order = self._round(self._epoch, 0)
+        round_seed, order = self._round_of(self._epoch, 0)
         facts: dict[str, Any] = {
             f"lengths of {type(self.dataset).__name__}": len(self.dataset) if hasattr(self.dataset, "__len__") else 0,
             f"orders of {type(self._user_sampler).__name__}": len(order)
@@ -403,16 +403,16 @@ class MicrobatchLoader(SampleLoader):
         }
         facts[f"samples of {type(self.dataset).__name__}"] = None  # unknown where nothing is read
         if self._prefetch and len(order):
-            places = sorted({0, len(order) // 2, len(order) - 1})
-            found = self._probe([(number, index) for place in places for index in self._first_indices(order[place])])
-            facts[f"samples of {type(self.dataset).__name__}"] = found
+            positions = sorted({0, len(order) // 2, len(order) - 1})
+            addresses = [(round_seed, index) for place in positions for index in self._first_indices(order[place])]
+            facts[f"samples of {type(self.dataset).__name__}"] = self._digest_samples(addresses)
         return facts
 
     def _first_indices(self, item: Any) -> list[Any]:
         """The index, or the first ones, of an item of the sampler's order."""
         return [as_index(item)]
 
-    def _probe(self, addresses: list[Any]) -> int | None:
+    def _digest_samples(self, addresses: list[Any]) -> int | None:
         """A digest of the samples at ``addresses``; None where it would prove nothing.
 
         A dataset read in processes is read in one, once: it may open files there that no process may inherit. Draws
@@ -421,12 +421,12 @@ class MicrobatchLoader(SampleLoader):
         is_first_probe = self._probed_samples is None
         if self.dataloader.num_workers == 0:
             with self._seeding() as reseed:
-                found = [self._addressed_dataset.read(addresses, reseed) for _ in range(1 + is_first_probe)]
+                readings = [self._addressed_dataset.read(addresses, reseed) for _ in range(1 + is_first_probe)]
         elif is_first_probe:
-            found = list(self._reading_processes(0, [addresses, addresses], 1, collate_fn=identity_collate))
+            readings = list(self._reader_processes(0, [addresses, addresses], 1, collate_fn=identity_collate))
         else:
             return None
-        digests = [add_sample(0, samples) for samples in found]
+        digests = [add_sample(0, samples) for samples in readings]
         if len(set(digests)) > 1:
             self._samples_vary = True
             rank_zero_warn(
@@ -450,10 +450,10 @@ class MicrobatchLoader(SampleLoader):
         if self._prefetcher is None or newest is None or newest[0] < epoch or step >= self._prefetch_end:
             self._start_prefetching(epoch, step)
         assert self._prefetcher is not None
-        for found, data in self._prefetcher:
-            self._cache[found] = data
-            self._newest_prefetched = found
-            if found == key:
+        for read_key, data in self._prefetcher:
+            self._cache[read_key] = data
+            self._newest_prefetched = read_key
+            if read_key == key:
                 return True
         return False
 
@@ -462,17 +462,17 @@ class MicrobatchLoader(SampleLoader):
         microbatches = [Microbatch(self._pipeline, m) for m in range(self.grid.microbatches)]
         self._prefetch_end = (first_step // self._num_steps + 1) * self._num_steps
         steps = range(first_step, self._prefetch_end)
-        keys = [(epoch, step, mb) for step in steps for mb in microbatches if self._positions(epoch, step, mb)]
-        loader = self._reading_processes(epoch, (self.addresses(*key) for key in keys), self.dataloader.num_workers)
+        keys = [(epoch, step, mb) for step in steps for mb in microbatches if self._order_positions(epoch, step, mb)]
+        loader = self._reader_processes(epoch, (self.addresses(*key) for key in keys), self.dataloader.num_workers)
         self._newest_prefetched = None
         self._prefetcher = zip(keys, loader, strict=False)
 
-    def _reading_processes(self, epoch: int, batches: Any, number: int, **options: Any) -> DataLoader[Any]:
-        """A loader of ``batches`` of addresses with ``number`` processes like the user's."""
+    def _reader_processes(self, epoch: int, batches: Any, num_processes: int, **options: Any) -> DataLoader[Any]:
+        """A loader of ``batches`` of addresses with ``num_processes`` processes like the user's."""
         return DataLoader(
             self._addressed_dataset,
             batch_sampler=batches,
-            num_workers=number,
+            num_workers=num_processes,
             **process_settings(self.dataloader, self.dataset),
             # For the seeds of its processes. Drawn from the global generator, they would leave hooks with other draws
             # here than on workers that read nothing.

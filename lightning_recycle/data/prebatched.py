@@ -79,11 +79,11 @@ class GivenBatchLoader(MicrobatchLoader):
             self._collate = Collate(_ConvertOnlySample(dataloader.collate_fn), seed)
 
     @override
-    def _count(self) -> int:
+    def _count_samples(self) -> int:
         try:
             return len(self._user_sampler)
         except TypeError:  # a batch sampler need not know
-            self._draw(0, 0)
+            self._draw_order(0, 0)
             return len(self._orders[0])
 
     @override
@@ -94,42 +94,41 @@ class GivenBatchLoader(MicrobatchLoader):
             yield handle
 
     def _lacks_batches(self, handle: StepHandle) -> bool:
-        order = self._round(handle.epoch, handle.index)[1]
+        order = self._round_of(handle.epoch, handle.index)[1]
         return len(order) < (handle.index % self._num_steps + 1) * self.global_batch_size
 
     # ------------------------------------------------------------------ addresses
 
     @override
-    def _positions(self, epoch: int, step: int, microbatch: Microbatch) -> range:
-        number = global_index(self.grid, microbatch)
-        size = min(self._size(step), len(self._round(epoch, step)[1]) - step % self._num_steps * self.global_batch_size)
-        batch = number if self.evaluation else number % self.global_batch_size
+    def _order_positions(self, epoch: int, step: int, microbatch: Microbatch) -> range:
+        index, skipped = global_index(self.grid, microbatch), step % self._num_steps * self.global_batch_size
+        size = min(self._step_size(step), len(self._round_of(epoch, step)[1]) - skipped)
+        batch = index if self.evaluation else index % self.global_batch_size
         if batch >= size:
             return range(0)
-        first = step % self._num_steps * self.global_batch_size + batch
-        return range(first, first + 1)
+        return range(skipped + batch, skipped + batch + 1)
 
     @override
     def addresses(self, epoch: int, step: int, microbatch: Microbatch) -> list[Address]:
         if not self._composes:
             return super().addresses(epoch, step, microbatch)
-        number, order = self._round(epoch, step)
-        samples = [index for position in self._positions(epoch, step, microbatch) for index in order[position]]
+        round_seed, order = self._round_of(epoch, step)
+        samples = [index for position in self._order_positions(epoch, step, microbatch) for index in order[position]]
         if len(samples) % self._parts:
             raise ConfigurationError(
                 f"{type(self._user_sampler).__name__} composed a batch of {counted(len(samples), 'sample')}, which"
                 f" cannot be divided into num_microbatches={self._parts} equal parts. Use num_microbatches=1, or"
                 f" batches of a multiple of {self._parts}."
             )
-        return [(number, int(index)) for index in samples[self._part_number(microbatch) :: self._parts]]
+        return [(round_seed, int(index)) for index in samples[self._part_number(microbatch) :: self._parts]]
 
     @override
     def _addresses(self, epoch: int, step: int) -> list[Address]:
         if not self._composes:
             return super()._addresses(epoch, step)
-        number, order = self._round(epoch, step)
+        round_seed, order = self._round_of(epoch, step)
         first = step % self._num_steps * self.global_batch_size
-        return [(number, int(i)) for batch in order[first : first + self.global_batch_size] for i in batch]
+        return [(round_seed, int(i)) for batch in order[first : first + self.global_batch_size] for i in batch]
 
     @override
     def _first_indices(self, item: Any) -> list[Any]:
@@ -169,12 +168,12 @@ class GivenBatchLoader(MicrobatchLoader):
     @override
     def num_samples(self, handle: StepHandle, microbatch: Microbatch) -> int:
         key = handle.epoch, handle.index, microbatch
-        if not self._positions(*key):
+        if not self._order_positions(*key):
             return 0
         if self._composes:
             return len(self.addresses(*key))
         if key not in self._sizes and self._prefetch:
-            self._read([key])
+            self._fill_cache([key])
             self._sizes[key] = samples_in(self._cache[key])
         return self._sizes.get(key, 1)
 
@@ -245,9 +244,9 @@ class BatchIterableLoader(ForwardLoader):
 
     @override
     def num_samples(self, handle: StepHandle, microbatch: Microbatch) -> int:
-        number, size = global_index(self.grid, microbatch), self.samples_in(handle)
+        index, size = global_index(self.grid, microbatch), self.samples_in(handle)
         if self.evaluation:  # pipelines take turns
-            return size if number == handle.index % self.grid.pipelines else 0
+            return size if index == handle.index % self.grid.pipelines else 0
         return max(1, size * self.batch_pipelines // self.grid.global_microbatches)
 
     @override

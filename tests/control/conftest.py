@@ -25,7 +25,7 @@ def plane() -> Iterator[ControlPlane]:
 @pytest.fixture
 def strict(monkeypatch) -> Iterator[ControlPlane]:
     """One that evicts a worker after a second of silence, also while it starts."""
-    monkeypatch.setattr(failure_detector, "_LEAST_START_TIMEOUT", SILENCE)
+    monkeypatch.setattr(failure_detector, "_MIN_START_TIMEOUT", SILENCE)
     with ControlPlane(heartbeat=HeartbeatTimeouts(SILENCE)) as plane:
         yield plane
 

@@ -75,14 +75,14 @@ def test_where_no_peer_is_well_any_work_has_the_patience_of_what_has_no_usual_du
     pytest.param({}, USUAL, False, id="nobody is seen"),
 ])  # fmt: skip
 def test_if_everybody_waits_and_nobody_is_at_work_nobody_is_to_blame(observations, usual, deadlocked):
-    assert failure_detector.everybody_waits(observations, lambda rank, kind: usual.get(kind), TIMEOUT) is deadlocked
+    assert failure_detector.all_wait(observations, lambda rank, kind: usual.get(kind), TIMEOUT) is deadlocked
 
 
 @pytest.mark.parametrize("kind", [str(kind) for kind in OpKind])
 def test_everybody_may_wait_for_the_longest_operation_of_any_kind(kind):
     waits = {rank: failure_detector.Observation("receive", "", True, 60.0) for rank in range(2)}
     usual = {kind: 10.0}.get
-    assert not failure_detector.everybody_waits(waits, lambda rank, kind: usual(kind), TIMEOUT)
+    assert not failure_detector.all_wait(waits, lambda rank, kind: usual(kind), TIMEOUT)
 
 
 # ---------------------------------------------------------------------- the clocks
@@ -118,7 +118,9 @@ def all_wait_but(
     watch: failure_detector.FailureDetector, culprit: int | None, seconds: float, at: float = 10.0, **more: Any
 ) -> None:
     for rank in range(4):
-        watch.beat(rank, beat(rank, seconds, waits=rank != culprit, **(more if rank == culprit else {})), at)
+        watch.record_heartbeat(
+            rank, beat(rank, seconds, waits=rank != culprit, **(more if rank == culprit else {})), at
+        )
 
 
 def ruling(
@@ -142,7 +144,7 @@ def stuck(
 def silent(watch: failure_detector.FailureDetector, now: float, *ranks: int) -> dict[int, str]:
     """The causes for which those of ``ranks`` are given up that are; all others are well."""
     for rank in ALL.difference(ranks):
-        watch.heard(rank, now)
+        watch.record_message(rank, now)
     return {rank: given_up.cause for rank, given_up in ruling(watch, now, state(number=-1), {}).evict.items()}
 
 
@@ -151,26 +153,26 @@ def watch() -> failure_detector.FailureDetector:
     """All four workers have reported once and were heard at 0 s."""
     watch = failure_detector.FailureDetector(Positions(GRID), OPTIONS)
     for rank in range(4):
-        watch.heard(rank, 0.0)
-        watch.reported(rank)
-        watch.applied(rank)
+        watch.record_message(rank, 0.0)
+        watch.record_report(rank)
+        watch.record_applied(rank)
     return watch
 
 
 def test_the_first_step_of_a_process_may_take_long_whatever_it_took_its_peers(watch):
     watch.forget(2)
-    watch.reported(2)
+    watch.record_report(2)
     all_wait_but(watch, 2, 15.0, at=0.0)
     seconds = {0: {"F": 0.1}, 1: {"F": 0.1}}
     assert stuck(watch, 0.0, state(), seconds) == set()
-    watch.applied(2)
+    watch.record_applied(2)
     assert stuck(watch, 0.0, state(), seconds) == {2}
 
 
 def test_a_heartbeat_that_is_older_than_the_workers_last_word_says_nothing(watch):
     seconds = {0: {"F": 0.1}, 1: {"F": 0.1}}
     all_wait_but(watch, 2, 15.0, at=0.0)
-    watch.acted(2, 0.1)
+    watch.record_activity(2, 0.1)
     assert stuck(watch, 0.2, state(), seconds) == set()
     all_wait_but(watch, 2, 5.9, at=6.0)
     assert stuck(watch, 6.0, state(), seconds) == {2}
@@ -179,32 +181,32 @@ def test_a_heartbeat_that_is_older_than_the_workers_last_word_says_nothing(watch
 def test_an_operation_that_is_new_to_the_plan_may_take_twice_as_long_as_the_longest(watch):
     seconds = {0: {"F": 1.0, "BW": 2.0}, 1: {"F": 1.0}}
     for rank in range(4):
-        watch.beat(rank, beat(rank, 39.9, waits=rank != 2, kind="W"), 40.0)
+        watch.record_heartbeat(rank, beat(rank, 39.9, waits=rank != 2, kind="W"), 40.0)
     assert stuck(watch, 40.0, state(), seconds) == set()
     assert stuck(watch, 40.2, state(), seconds) == {2}
 
 
 def test_who_is_silent_for_longer_than_the_timeout_is_named_with_it(watch):
-    watch.heard(1, 2.0)
+    watch.record_message(1, 2.0)
     assert silent(watch, 5.0, 0, 1) == {}
     assert silent(watch, 6.0, 0, 1) == {0: "it was silent for more than 5 s"}
 
 
 def test_a_heartbeat_is_a_sign_of_life_as_any_message_is(watch):
-    watch.beat(0, beat(0, 0.0), 4.0)
-    watch.heard(1, 4.0)
+    watch.record_heartbeat(0, beat(0, 0.0), 4.0)
+    watch.record_message(1, 4.0)
     assert silent(watch, 8.0, 0, 1) == {}
 
 
 def test_only_who_is_connected_can_be_silent(watch):
-    watch.heard(0, 100.0)
+    watch.record_message(0, 100.0)
     assert watch.review(100.0, state(number=-1), {0: 0.0}, {}).evict == {}
     assert watch.review(100.0, state(number=-1), {0: 0.0, 2: 0.0}, {}).evict.keys() == {2}
 
 
 def test_who_takes_no_messages_is_given_up_only_while_a_peer_is_well(watch):
     for rank in ALL:
-        watch.heard(rank, 10.0)
+        watch.record_message(rank, 10.0)
     one = watch.review(10.0, state(number=-1), {0: 5.1, 1: 0.0, 2: 0.0, 3: 0.0}, {})
     assert {rank: given_up.cause for rank, given_up in one.evict.items()} == {0: "it took no message for more than 5 s"}
     both = watch.review(10.0, state(number=-1), {0: 5.1, 1: 0.0, 2: 5.1, 3: 0.0}, {})
@@ -214,11 +216,11 @@ def test_who_takes_no_messages_is_given_up_only_while_a_peer_is_well(watch):
 
 def test_while_it_starts_a_worker_may_be_silent_for_longer():
     watch = failure_detector.FailureDetector(Positions(GRID), OPTIONS)
-    watch.heard(0, 0.0)
+    watch.record_message(0, 0.0)
     assert silent(watch, 9.9, 0) == {}
     assert silent(watch, 10.1, 0) == {0: "it was silent for more than 10 s"}
-    watch.reported(0)
-    watch.heard(0, 0.0)
+    watch.record_report(0)
+    watch.record_message(0, 0.0)
     assert silent(watch, 16.0, 0).keys() == {0}
 
 
@@ -232,8 +234,8 @@ def test_who_was_never_heard_is_not_silent():
 def test_a_silent_process_that_computes_is_given_up_later(looks, given_up_at):
     watch = failure_detector.FailureDetector(Positions(GRID), OPTIONS, lambda rank: looks if rank == 0 else "SSS")
     for rank in range(4):
-        watch.heard(rank, 0.0)
-        watch.reported(rank)
+        watch.record_message(rank, 0.0)
+        watch.record_report(rank)
     times = [seconds / 2 for seconds in range(1, 200)]
     first = next(now for now in times if silent(watch, now, 0))
     assert first == given_up_at + 0.5
@@ -243,8 +245,8 @@ def test_a_process_that_stops_to_compute_is_given_up_as_others_are():
     looks = {"now": "R"}
     watch = failure_detector.FailureDetector(Positions(GRID), OPTIONS, lambda rank: looks["now"])
     for rank in range(4):
-        watch.heard(rank, 0.0)
-        watch.reported(rank)
+        watch.record_message(rank, 0.0)
+        watch.record_report(rank)
     for now in range(1, 21):
         assert silent(watch, float(now), 0) == {}
     looks["now"] = "S"
@@ -254,7 +256,7 @@ def test_a_process_that_stops_to_compute_is_given_up_as_others_are():
 
 def test_nobodys_silence_or_work_counts_while_the_coordinator_itself_was_stopped(watch):
     for rank in range(4):
-        watch.beat(rank, beat(rank, 1.0), 0.0)
+        watch.record_heartbeat(rank, beat(rank, 1.0), 0.0)
     watch.forgive(60.0)
     assert stuck(watch, 62.0, state(), {0: {"F": 0.1}, 1: {"F": 0.1}}) == set()
     assert silent(watch, 64.0, 0) == {}
@@ -264,14 +266,14 @@ def test_nobodys_silence_or_work_counts_while_the_coordinator_itself_was_stopped
 def test_a_new_process_in_the_place_of_a_lost_one_starts_afresh(watch):
     watch.forget(3)
     assert silent(watch, 100.0, 3) == {}
-    watch.heard(3, 100.0)
+    watch.record_message(3, 100.0)
     assert silent(watch, 107.0, 3) == {}, "it has not reported yet"
 
 
 def test_all_replicas_of_a_stage_that_are_silent_are_waited_for_and_named_once(watch):
     assert silent(watch, 6.0, 0, 2) == {}
-    watch.heard(1, 7.0)
-    watch.heard(3, 7.0)
+    watch.record_message(1, 7.0)
+    watch.record_message(3, 7.0)
     watch_again = ruling(watch, 7.0, state(number=-1), {})
     assert (dict(watch_again.evict), dict(watch_again.waits)) == ({}, {})
     assert silent(watch, 61.0, 0, 2).keys() == {0, 2}, "but not for ever"
@@ -279,7 +281,7 @@ def test_all_replicas_of_a_stage_that_are_silent_are_waited_for_and_named_once(w
 
 def test_the_last_that_holds_a_stage_is_waited_for_although_one_that_has_no_state_yet_is_well(watch):
     for rank in (1, 2, 3):
-        watch.heard(rank, 6.0)
+        watch.record_message(rank, 6.0)
     found = ruling(watch, 6.0, state(number=-1, joining=frozenset({2})), {})
     assert found.evict == {}
     assert found.waits == {
@@ -295,7 +297,7 @@ def test_the_last_that_holds_a_stage_is_waited_for_although_one_that_has_no_stat
 def test_who_does_not_start_in_time_is_late(now, joined, late):
     watch = failure_detector.FailureDetector(Positions(GRID), OPTIONS)
     watch.begin_start(0.0)
-    found = watch.late(now, state(number=-1, joined=frozenset(joined)))
+    found = watch.late_members(now, state(number=-1, joined=frozenset(joined)))
     assert found == dict.fromkeys(late, "it did not start within 100 s")
 
 
@@ -308,7 +310,7 @@ def test_a_long_start_names_every_20_s_the_workers_that_it_waits_for(connected, 
     watch = failure_detector.FailureDetector(Positions(GRID), OPTIONS)
     watch.begin_start(100.0)
     for rank in reported:
-        watch.reported(rank)
+        watch.record_report(rank)
     beginning = state(number=-1, joined=frozenset(connected))
     said = {now: watch.start_notice(now, beginning, connected, launched) for now in (119.0, 121.0, 130.0, 142.0)}
     assert said == {
@@ -318,7 +320,7 @@ def test_a_long_start_names_every_20_s_the_workers_that_it_waits_for(connected, 
         142.0: f"Waiting for {words}, 42 s.",
     }
     for rank in ALL:
-        watch.reported(rank)
+        watch.record_report(rank)
     assert watch.start_notice(170.0, beginning, ALL, launched) is None
     watch.forget(0)
     assert watch.start_notice(200.0, beginning, ALL, launched) is None, "a lost worker is another matter"
@@ -327,26 +329,26 @@ def test_a_long_start_names_every_20_s_the_workers_that_it_waits_for(connected, 
 @pytest.mark.parametrize(("now", "late"), [(49.0, set()), (51.0, {1, 2})])
 def test_who_does_not_stop_for_a_regroup_in_time_is_late(watch, now, late):
     watch.begin_regroup(0.0)
-    found = watch.late(now, regrouping(0, 3))
+    found = watch.late_members(now, regrouping(0, 3))
     assert found == dict.fromkeys(late, "it did not stop for a regroup within 50 s")
 
 
 def test_before_its_first_report_a_worker_sets_up_and_is_not_late(watch):
     watch.forget(2)
     watch.begin_regroup(0.0)
-    assert watch.late(51.0, regrouping(0, 3)).keys() == {1}
+    assert watch.late_members(51.0, regrouping(0, 3)).keys() == {1}
 
 
 def test_who_is_late_is_named_once(watch):
     watch.begin_regroup(0.0)
-    assert watch.late(51.0, regrouping(0)) != {}
-    assert watch.late(52.0, regrouping(0)) == {}
+    assert watch.late_members(51.0, regrouping(0)) != {}
+    assert watch.late_members(52.0, regrouping(0)) == {}
 
 
 def test_nobody_is_late_for_a_regroup_that_is_over(watch):
     watch.begin_regroup(0.0)
     watch.end_regroup()
-    assert watch.late(1000.0, state()) == {}
+    assert watch.late_members(1000.0, state()) == {}
 
 
 SECONDS = {0: {"F": 0.1}, 1: {"F": 2.0}}  # stage 1 is slow
@@ -362,7 +364,7 @@ def test_of_a_silent_worker_nothing_is_known(watch):
     """It may long be done with what it said last; its silence is judged instead."""
     all_wait_but(watch, 2, seconds=1.0)
     for rank in (0, 1, 3):
-        watch.heard(rank, 14.9)
+        watch.record_message(rank, 14.9)
     assert stuck(watch, 14.9, state(), {0: {"F": 0.1}, 1: {"F": 0.1}}) == set()
 
 
@@ -371,8 +373,8 @@ def test_what_a_worker_said_in_the_end_of_a_silence_says_nothing_of_the_time_bef
     seconds = {0: {"F": 0.1}, 1: {"F": 0.1}}
     all_wait_but(watch, 2, seconds=0.5, at=10.0)
     for tenths in range(100, 180):
-        watch.heard(1, tenths / 10)
-        watch.heard(3, tenths / 10)
+        watch.record_message(1, tenths / 10)
+        watch.record_message(3, tenths / 10)
         assert stuck(watch, tenths / 10, state(), seconds) == set()
     all_wait_but(watch, 2, seconds=8.5, at=18.0)
     assert stuck(watch, 18.0, state(), seconds) == set()
@@ -393,37 +395,37 @@ def test_what_has_no_usual_duration_gets_the_patience_of_the_options(watch):
 )
 def test_nobodys_progress_is_judged(watch, case, beating):
     for rank in range(beating):
-        watch.beat(rank, beat(rank, 1000.0, waits=rank != 2), 10.0)
-    watch.heard(3, 10.0)
+        watch.record_heartbeat(rank, beat(rank, 1000.0, waits=rank != 2), 10.0)
+    watch.record_message(3, 10.0)
     assert ruling(watch, 10.0, case, SECONDS) == failure_detector.Ruling()
-    assert not watch.everybody_waits(10.0, case, SECONDS)
+    assert not watch.all_wait(10.0, case, SECONDS)
 
 
 def test_who_has_reported_waits_for_the_rest_whatever_its_last_heartbeat_said(watch):
     for rank in range(4):
-        watch.beat(rank, beat(rank, 100.0), 10.0)
+        watch.record_heartbeat(rank, beat(rank, 100.0), 10.0)
     assert stuck(watch, 10.0, regrouping(0, 1, 2), SECONDS) == {3}
 
 
 def test_all_waiting_is_a_deadlock_but_not_in_a_regroup(watch):
     all_wait_but(watch, None, 100.0)
-    assert watch.everybody_waits(10.0, state(), SECONDS)
-    assert not watch.everybody_waits(10.0, regrouping(0, 1, 2, 3), SECONDS)
+    assert watch.all_wait(10.0, state(), SECONDS)
+    assert not watch.all_wait(10.0, regrouping(0, 1, 2, 3), SECONDS)
     assert ruling(watch, 10.0, state(), SECONDS) == failure_detector.Ruling()
 
 
 def test_it_is_no_deadlock_if_one_that_is_silent_may_be_at_work(watch):
     all_wait_but(watch, None, 100.0)
     for rank in (0, 1, 2):
-        watch.heard(rank, 13.0)
-    assert not watch.everybody_waits(13.0, state(), SECONDS)
+        watch.record_message(rank, 13.0)
+    assert not watch.all_wait(13.0, state(), SECONDS)
 
 
 def test_waits_of_the_generation_before_are_no_deadlock_of_this_one(watch):
     """Right after the regroup that ended a deadlock, the newest heartbeats may still tell of it."""
     for rank in range(4):
-        watch.beat(rank, beat(rank, 100.0, waits=True, generation=0), 10.0)
-    assert not watch.everybody_waits(10.2, state(), SECONDS)
+        watch.record_heartbeat(rank, beat(rank, 100.0, waits=True, generation=0), 10.0)
+    assert not watch.all_wait(10.2, state(), SECONDS)
 
 
 def test_who_goes_on_waiting_though_a_generation_was_announced_is_stuck(watch):
@@ -432,8 +434,8 @@ def test_who_goes_on_waiting_though_a_generation_was_announced_is_stuck(watch):
 
     def judged(received: float, seconds: float, *, waits: bool = True, generation: int = 0) -> set[int]:
         for rank in range(4):
-            watch.beat(rank, beat(rank, 0.1, waits=True, generation=1), received)
-        watch.beat(1, beat(1, seconds, waits=waits, generation=generation), received)
+            watch.record_heartbeat(rank, beat(rank, 0.1, waits=True, generation=1), received)
+        watch.record_heartbeat(1, beat(1, seconds, waits=waits, generation=generation), received)
         return stuck(watch, received, regrouping(0, 2, 3), {})
 
     assert judged(14.9, seconds=7.0) == set()
@@ -451,11 +453,11 @@ def test_who_waits_in_a_hook_for_a_sibling_that_works_there_is_not_stuck():
 
     def judged(sibling_waits: bool) -> set[int]:
         for rank in range(4):
-            watch.heard(rank, 16.0)
-            watch.reported(rank)
-            watch.beat(rank, beat(rank, 0.1, waits=True), 16.0)
+            watch.record_message(rank, 16.0)
+            watch.record_report(rank)
+            watch.record_heartbeat(rank, beat(rank, 0.1, waits=True), 16.0)
         for rank, waits in ((0, True), (1, sibling_waits)):
-            watch.beat(rank, beat(rank, 8.0, waits=waits, kind="", generation=0), 16.0)
+            watch.record_heartbeat(rank, beat(rank, 8.0, waits=waits, kind="", generation=0), 16.0)
         return stuck(watch, 16.0, case, {})
 
     assert judged(sibling_waits=False) == set()

@@ -201,7 +201,7 @@ def test_a_coordinator_that_says_nothing_is_given_up_and_one_that_shows_life_is_
 def test_the_coordinator_shows_life_to_all(monkeypatch):
     monkeypatch.setattr(coordinator_module, "SIGN_SECONDS", 0.2)
     with ControlPlane() as plane:
-        plane.coordinator._next_sign = 0.0
+        plane.coordinator._next_alive = 0.0
         for rank in (3, None):  # a member and a spare
             connection = plane.connection()
             connection.send(messages.Hello(rank, os.getpid()))

@@ -57,13 +57,13 @@ _FROM_OTHER_THREADS = (
     messages.Parcel,
 )
 _STOP_SECONDS = 1.0  # for the loop to end; it may be telling the workers its last words
-_SIGNS = 4  # of life, in the time after which workers give this coordinator up
-_TICK = 0.1  # seconds between two looks at the clock; everything else is event-driven
+_ALIVES_PER_TIMEOUT = 4  # of life, in the time after which workers give this coordinator up
+_TICK_SECONDS = 0.1  # seconds between two looks at the clock; everything else is event-driven
 _REVIEW_SECONDS = 0.0004  # between two looks at all workers, for each; a look at one takes a thirtieth of that
-_WRONG_STATES = 2  # at a position, after which its device is not used again: a bit of a good memory flips now and then
+_MAX_WRONG_STATES = 2  # at a position, before its device is given up: a bit of a good memory flips now and then
 _LAST_CALL_SECONDS = 5.0  # without a further worker, until a run begins that has enough
-_SHOWN_POSITIONS = 8  # of those that are vacant
-_LAST_WORDS_SECONDS = 3.0  # at the end, for what the workers have not taken yet
+_MAX_SHOWN_POSITIONS = 8  # of those that are vacant
+_FLUSH_SECONDS = 3.0  # at the end, for what the workers have not taken yet
 
 
 class Coordinator:
@@ -133,11 +133,11 @@ class Coordinator:
             checks=Checks(self.options.verification.on_corruption, self.options.verification.steps_asked_for or 0)
         )
         self._journaled = journaled_parts(self._state)
-        self._unread: list[int] = []  # whose inbox may hold messages that came before they had a position
-        self._watch = FailureDetector(self._state.positions, self.options, self._workers.thread_states)
-        self._rendezvous = PublishedKeys()
+        self._ranks_to_read: list[int] = []  # whose inbox may hold messages that came before they had a position
+        self._failure_detector = FailureDetector(self._state.positions, self.options, self._workers.thread_states)
+        self._published_keys = PublishedKeys()
         self._vacancies = Vacancies(self.options, start_worker, self._loop.wake, self._state.positions)
-        self._entrance = Admission(
+        self._admission = Admission(
             state=lambda: self._state,
             workers=self._workers,
             admit=self._admit,
@@ -148,27 +148,27 @@ class Coordinator:
             readmission=self._readmission,
         )
         self._connected_ranks: set[int] = set()
-        self._graces: dict[int, tuple[float, str]] = {}
-        self._to_evict: list[protocol.Evict] = []
+        self._grace_deadlines: dict[int, tuple[float, str]] = {}
+        self._pending_evictions: list[protocol.Evict] = []
         self._postponed_event: protocol.MembershipEvent | None = None  # it leads to a Resume whose plan is being made
         self._next_review = 0.0
-        self._review_seconds = max(_TICK, workers * _REVIEW_SECONDS)
-        self._filling: tuple[frozenset[int], int] | None = None  # workers and spares when vacancies were last filled
-        self._order = sorted(range(workers), key=lambda rank: (self._state.stage_of(rank), rank))
-        self._sign_seconds = min(SIGN_SECONDS, self.options.heartbeat.coordinator_timeout / _SIGNS)
-        self._next_sign = 0.0
+        self._review_seconds = max(_TICK_SECONDS, workers * _REVIEW_SECONDS)
+        self._filled_for: tuple[frozenset[int], int] | None = None  # workers and spares when vacancies were last filled
+        self._ranks_by_stage = sorted(range(workers), key=lambda rank: (self._state.stage_of(rank), rank))
+        self._alive_interval = min(SIGN_SECONDS, self.options.heartbeat.coordinator_timeout / _ALIVES_PER_TIMEOUT)
+        self._next_alive = 0.0
         self._views = Views(self._view, self._loop.wake)
         self._done = threading.Event()
-        self._closing = False
-        self._deserted = False
+        self._is_closing = False
+        self._is_deserted = False
         self._wrong_counts: Counter[int] = (
             Counter()
         )  # wrong states found at each position; one wrong result counts as many
-        self._started: dict[int, WorkerProcess] = {}  # the first at each position that were started here
+        self._first_processes: dict[int, WorkerProcess] = {}  # the first at each position that were started here
         self._grows = grows
-        self._vacated: set[int] = set()  # positions that are empty because their worker was asked to leave
-        self._last_call = 0.0  # when no further worker of the first roster is expected
-        self._end_wanted = False
+        self._vacated_ranks: set[int] = set()  # positions that are empty because their worker was asked to leave
+        self._last_call_end = 0.0  # when no further worker of the first roster is expected
+        self._is_end_wanted = False
         self._hosts_to_leave: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="recycle-coordinator", daemon=True)
 
@@ -200,9 +200,9 @@ class Coordinator:
 
         Workers started by hand take positions without a process.
         """
-        self._started = dict(processes)
+        self._first_processes = dict(processes)
         if processes:
-            self._watch.begin_start(time.monotonic())
+            self._failure_detector.begin_start(time.monotonic())
         if self._owns_reception:
             self._reception.listener.start()
         self._thread.start()
@@ -217,8 +217,8 @@ class Coordinator:
 
     def member_processes(self) -> list[WorkerProcess]:
         """Processes of the roster that were started here; callable from any thread."""
-        found = (self._workers.processes.get(rank) for rank in sorted(self._state.roster.live))
-        return [process for process in found if process is not None]
+        processes = (self._workers.processes.get(rank) for rank in sorted(self._state.roster.live))
+        return [process for process in processes if process is not None]
 
     def writer_processes(self) -> list[WorkerProcess]:
         """The local process that completes a checkpoint, if any; callable from any thread.
@@ -240,19 +240,19 @@ class Coordinator:
 
         Callable from any thread.
         """
-        return self._deserted
+        return self._is_deserted
 
-    def _is_left(self) -> bool:
+    def _all_have_left(self) -> bool:
         """Whether all workers have gone before the run began, and none is about to come."""
         present = self._workers.connections or self._vacancies.spares or self._reception.has_strangers
-        return not self._owns_reception and self._entrance.has_met and not self.has_begun and not present
+        return not self._owns_reception and self._admission.has_met and not self.has_begun and not present
 
     def end_at_boundary(self) -> None:
         """Asks the workers to end after their present step and its checkpoints.
 
         See :meth:`wait`. Callable from any thread, but not from a signal handler.
         """
-        self._end_wanted = True
+        self._is_end_wanted = True
         self._loop.wake()
 
     def ask_to_leave(self, host: str) -> None:
@@ -265,14 +265,14 @@ class Coordinator:
 
     def stop(self, patience: float = _STOP_SECONDS) -> None:
         """Stops serving: the end of a worker is no loss any more; connections stay."""
-        self._closing = True
+        self._is_closing = True
         self._vacancies.stop()
         self._loop.wake()
         if self._thread.is_alive():
             self._thread.join(patience)
 
     def close(self) -> None:
-        self.stop(patience=_LAST_WORDS_SECONDS + 5.0)
+        self.stop(patience=_FLUSH_SECONDS + 5.0)
         self._plans.close()
         if self._owns_reception:
             self._reception.close()
@@ -285,25 +285,25 @@ class Coordinator:
     def _serve(self) -> None:
         """The coordinator's thread: handles messages and clocks until it is closed."""
         try:
-            for rank, process in self._started.items():
+            for rank, process in self._first_processes.items():
                 self._workers.watch_exit(rank, process)
-            self._reception.serve(self._entrance.greet, self._on_wake)
+            self._reception.serve(self._admission.greet, self._on_wake)
             last_tick = time.monotonic()
-            if self._entrance.has_ended_before:
-                threading.Timer(_LAST_WORDS_SECONDS, self._done.set).start()
-            while not self._closing and not self._deserted:
-                found = self._loop.select(_TICK)
-                self._loop.dispatch(found)
+            if self._admission.has_ended_before:
+                threading.Timer(_FLUSH_SECONDS, self._done.set).start()
+            while not self._is_closing and not self._is_deserted:
+                ready = self._loop.select(_TICK_SECONDS)
+                self._loop.dispatch(ready)
                 now = time.monotonic()
-                if now - last_tick > 10 * _TICK:  # this process itself was suspended: nobody's silence counts
-                    self._watch.forgive(now)
+                if now - last_tick > 10 * _TICK_SECONDS:  # this process itself was suspended: nobody's silence counts
+                    self._failure_detector.forgive(now)
                     self._workers.forgive(now)
                 last_tick = now
                 self._on_tick(now)
-                while self._unread:
-                    self._on_messages(self._unread.pop())
-                self._deserted = self._is_left()
-            self._loop.flush_all(_LAST_WORDS_SECONDS)  # the answer with the results, and that the run is over
+                while self._ranks_to_read:
+                    self._on_messages(self._ranks_to_read.pop())
+                self._is_deserted = self._all_have_left()
+            self._loop.flush_all(_FLUSH_SECONDS)  # the answer with the results, and that the run is over
         except Exception as error:
             self._fail(error)
         finally:
@@ -317,8 +317,8 @@ class Coordinator:
         """Does what is due by the clock: signs of life, reviews, deadlines, replacements."""
         if self._state.outcome is not None:
             return
-        if now >= self._next_sign:
-            self._next_sign = now + self._sign_seconds
+        if now >= self._next_alive:
+            self._next_alive = now + self._alive_interval
             self._send_to_all(messages.Alive(self.options.heartbeat.coordinator_timeout))
         if self._state.returned is not None:
             self._await_return(now)
@@ -328,16 +328,16 @@ class Coordinator:
             self._give_up_late(now)
             self._log_start(now)
             self._review(now)
-            self._filling = None
-            if self._state.generation.number < 0 and (self._started or now > self._last_call):
+            self._filled_for = None
+            if self._state.generation.number < 0 and (self._first_processes or now > self._last_call_end):
                 self._begin_with_fewer()
-        for generation, (deadline, reason) in list(self._graces.items()):
+        for generation, (deadline, reason) in list(self._grace_deadlines.items()):
             if now > deadline:
-                del self._graces[generation]
+                del self._grace_deadlines[generation]
                 self._handle(protocol.GraceElapsed(generation, reason))
-        if self._filling != (self._state.roster.live, len(self._vacancies.spares)):
+        if self._filled_for != (self._state.roster.live, len(self._vacancies.spares)):
             self._fill_vacancies(now)
-            self._filling = (self._state.roster.live, len(self._vacancies.spares))
+            self._filled_for = (self._state.roster.live, len(self._vacancies.spares))
 
     def _begin_with_fewer(self) -> None:
         """Lets the run begin without absent workers, where options and stages allow it."""
@@ -349,18 +349,18 @@ class Coordinator:
 
     def _log_vacant(self, vacant: list[int]) -> None:
         """Logs which positions are vacant at the start, and how they are filled."""
-        names = ", ".join(map(self._state.name, vacant[:_SHOWN_POSITIONS]))
-        if (others := len(vacant) - _SHOWN_POSITIONS) > 0:
+        names = ", ".join(map(self._state.name, vacant[:_MAX_SHOWN_POSITIONS]))
+        if (others := len(vacant) - _MAX_SHOWN_POSITIONS) > 0:
             names += f" and {others} others"
         if self._grows:
-            then = "workers are started there as soon as there is room"
+            remedy = "workers are started there as soon as there is room"
         elif self._is_open:
-            then = f"workers that are started with RECYCLE_COORDINATOR={shown(self.address)} join at a step boundary"
+            remedy = f"workers that are started with RECYCLE_COORDINATOR={shown(self.address)} join at a step boundary"
         else:
-            then = "for other workers to join, give the launching process an address in RECYCLE_LISTEN"
+            remedy = "for other workers to join, give the launching process an address in RECYCLE_LISTEN"
         log.warning(
             "The run begins with %d of %d workers. Vacant: %s; %s.",
-            *(len(self._state.roster.live), self._state.num_workers, names, then),
+            *(len(self._state.roster.live), self._state.num_workers, names, remedy),
         )
 
     def _await_return(self, now: float) -> None:
@@ -371,11 +371,13 @@ class Coordinator:
 
     def _give_up_late(self, now: float) -> None:
         """Evicts workers that are not where they should be by now."""
-        for rank, cause in (self._watch.late(now, self._state) | self._watch.late_candidates(now)).items():
+        detector = self._failure_detector
+        for rank, cause in (detector.late_members(now, self._state) | detector.late_candidates(now)).items():
             self._evict(rank, cause)
 
     def _log_start(self, now: float) -> None:
-        notice = self._watch.start_notice(now, self._state, self._workers.connections, bool(self._started))
+        connected, are_launched = self._workers.connections, bool(self._first_processes)
+        notice = self._failure_detector.start_notice(now, self._state, connected, are_launched)
         if notice is not None:
             log.warning("%s", notice)
 
@@ -383,15 +385,15 @@ class Coordinator:
         """Reviews which workers are silent or make no progress, and acts on it."""
         seconds = self._plans.operation_seconds
         stalled = {rank: connection.stalled(now) for rank, connection in self._workers.connections.items()}
-        ruling = self._watch.review(now, self._state, stalled, seconds)
-        for rank, waited in ruling.waits.items():
-            self._history.suspect(rank, waited.cause, waited.seconds, waited.limit, waited.reason, self._state)
-        for rank, lasted in ruling.cleared.items():
-            self._history.clear(rank, lasted, self._state)
-        for rank, given_up in ruling.evict.items():
-            self._evict(rank, given_up.cause, {"seconds": given_up.seconds, "limit": given_up.limit})
+        ruling = self._failure_detector.review(now, self._state, stalled, seconds)
+        for rank, overdue in ruling.waits.items():
+            self._history.suspect(rank, overdue.cause, overdue.seconds, overdue.limit, overdue.reason, self._state)
+        for rank, seconds_waited in ruling.cleared.items():
+            self._history.clear(rank, seconds_waited, self._state)
+        for rank, overdue in ruling.evict.items():
+            self._evict(rank, overdue.cause, {"seconds": overdue.seconds, "limit": overdue.limit})
         self._history.digest.goodput.spares_are(len(self._vacancies.spares), time.time())
-        if self._watch.everybody_waits(now, self._state, seconds):
+        if self._failure_detector.all_wait(now, self._state, seconds):
             reason = "a message was lost: all workers wait for each other."
             self._handle(protocol.GraceElapsed(self._state.generation.number, reason))
 
@@ -403,16 +405,16 @@ class Coordinator:
             if process is None:
                 self._lose_candidate(rank, "it could not be started")
             else:
-                self._started.setdefault(rank, process)
+                self._first_processes.setdefault(rank, process)
                 self._workers.watch_exit(rank, process)
         event, self._postponed_event = self._postponed_event, None
         if event is not None:
             self._handle(event)
         for plan in self._plans.better():
-            self._handle(self._for_ranks(plan))
+            self._handle(self._with_ranks(plan))
         for kind, details in self._plans.take_notes():
             self._history.add(kind, self._state, details=details)
-        if self._end_wanted:
+        if self._is_end_wanted:
             self._handle(protocol.EndWanted())
         self._views.answer()
         while not self._hosts_to_leave.empty():
@@ -427,7 +429,7 @@ class Coordinator:
         rank, is_member = returned.rank, standing is ReturnStanding.MEMBER
         self._vacancies.note_holder(rank, returned.node, returned.incarnation)
         if is_member:
-            self._watch.reported(rank)
+            self._failure_detector.record_report(rank)
         if self._is_first_member(rank):
             self._plans.returned(self._position(rank), returned)
         process = describe(returned, returned.incarnation)
@@ -445,19 +447,19 @@ class Coordinator:
     ) -> None:
         """A worker takes its position; ``returned``: what it reports of an earlier one."""
         self._history.introduce(rank, process.node, process.pid)
-        self._unread.append(rank)
-        self._watch.heard(rank, time.monotonic())
+        self._ranks_to_read.append(rank)
+        self._failure_detector.record_message(rank, time.monotonic())
         if joining:
-            self._watch.expect(rank, time.monotonic())
+            self._failure_detector.expect_candidate(rank, time.monotonic())
         elif self._state.generation.number < 0:
-            self._watch.begin_start(time.monotonic())
-            self._last_call = time.monotonic() + _LAST_CALL_SECONDS
+            self._failure_detector.begin_start(time.monotonic())
+            self._last_call_end = time.monotonic() + _LAST_CALL_SECONDS
         # The sign of life has the limit of the coordinator's silence.
         self._workers.connect(rank, connection, process, messages.Alive(self.options.heartbeat.coordinator_timeout))
         if returned is not None and self._state.returned is not None and rank in self._state.roster.live:
             self._handle(returned)
             if self._state.returned is None:  # what they have said meanwhile
-                self._unread.extend(self._workers.connections)
+                self._ranks_to_read.extend(self._workers.connections)
         elif not joining:
             self._handle(protocol.Joined(rank))
 
@@ -490,8 +492,8 @@ class Coordinator:
 
     def _assignment(self, rank: int, incarnation: int, joining: bool) -> messages.Assign:
         """The message that gives a spare its position."""
-        of_run = self._setup, self._staggered, self._takes_results
-        return messages.Assign(rank, incarnation, joining, self.grid, *of_run, self.members)
+        run_settings = self._setup, self._staggered, self._takes_results
+        return messages.Assign(rank, incarnation, joining, self.grid, *run_settings, self.members)
 
     def _has_candidate(self, rank: int) -> bool:
         """Whether a worker has the position, or a process is being started for it."""
@@ -503,18 +505,18 @@ class Coordinator:
         if self._state.generation.number < 0:
             return
         for rank in self._state.vacant:
-            is_first, members = self._is_first(rank), self._state.positions.all_members({rank})
-            is_faulty = any(self._wrong_counts[member] >= _WRONG_STATES for member in members)
-            if self._has_candidate(rank) or is_faulty or not self._vacancies.may_start(rank, now, is_first):
+            is_growth, members = self._is_growth(rank), self._state.positions.all_members({rank})
+            is_faulty = any(self._wrong_counts[member] >= _MAX_WRONG_STATES for member in members)
+            if self._has_candidate(rank) or is_faulty or not self._vacancies.may_start(rank, now, is_growth):
                 continue
-            if self._grows if is_first else self.options.recovery.max_restarts:
-                self._history.add("restarting" if not is_first else "growing", self._state, rank)
-                self._vacancies.start(rank, is_first)
-                self._watch.expect(rank, now)
+            if self._grows if is_growth else self.options.recovery.max_restarts:
+                self._history.add("restarting" if not is_growth else "growing", self._state, rank)
+                self._vacancies.start(rank, is_growth)
+                self._failure_detector.expect_candidate(rank, now)
 
-    def _is_first(self, rank: int) -> bool:
+    def _is_growth(self, rank: int) -> bool:
         """Whether a start at ``rank`` is growth: no worker started here was lost there."""
-        return rank not in self._started or (self._grows and rank in self._vacated)
+        return rank not in self._first_processes or (self._grows and rank in self._vacated_ranks)
 
     def _on_messages(self, rank: int) -> None:
         """Handles a worker's inbox; a bad message costs its sender, and no other worker."""
@@ -541,12 +543,12 @@ class Coordinator:
 
     def _lose_worker(self, rank: int, cause: str) -> None:
         """Drops a lost worker or candidate, which must not return and write."""
-        was_there = self._workers.drop(rank)
-        self._watch.forget(rank)
+        was_connected = self._workers.drop(rank)
+        self._failure_detector.forget(rank)
         self._vacancies.leave_node(rank)
         if rank in self._state.roster.live:
             self._handle(protocol.Lost(rank, cause))
-        elif was_there:
+        elif was_connected:
             self._lose_candidate(rank, cause)
 
     def _lose_candidate(self, rank: int, cause: str) -> None:
@@ -563,19 +565,19 @@ class Coordinator:
     def _dismiss(self, rank: int) -> None:
         """Dismisses a worker that leaves at a step boundary, or with its position."""
         self._workers.dismiss(rank)
-        self._watch.forget(rank)
+        self._failure_detector.forget(rank)
 
     # ------------------------------------------------------------------ messages
 
     def _on_message(self, rank: int, message: Any) -> None:
         """Handles a worker's ``message``; what decides something becomes an event."""
         now = time.monotonic()
-        self._watch.heard(rank, now)
+        self._failure_detector.record_message(rank, now)
         if not isinstance(message, _FROM_OTHER_THREADS):
-            self._watch.acted(rank, now)
+            self._failure_detector.record_activity(rank, now)
         match message:
             case messages.Heartbeat():
-                self._watch.beat(rank, message, now)
+                self._failure_detector.record_heartbeat(rank, message, now)
                 if not self._state.collectives.open:
                     return
             case messages.Reached(milestone=messages.Milestone.CONNECTED):
@@ -586,10 +588,10 @@ class Coordinator:
                     self._plans.take(self._position(rank), message)
                 return
             case messages.Publish():
-                self._answer(self._rendezvous.publish(message))
+                self._send_answers(self._published_keys.publish(message))
                 return
             case messages.LookUp():
-                self._answer(self._rendezvous.look_up(message))
+                self._send_answers(self._published_keys.look_up(message))
                 return
             case messages.FaultInjected():
                 self._history.fault_injected(message)
@@ -607,15 +609,15 @@ class Coordinator:
                     self._workers.lose_unreachable()
                 return
             case messages.Report():
-                self._watch.reported(rank)
+                self._failure_detector.record_report(rank)
             case messages.Ready():
                 self._vacancies.succeeded(rank)
-                self._watch.ready(rank)
+                self._failure_detector.record_ready(rank)
             case messages.Leave():
                 self._on_leave(message)
                 return
             case messages.Applied():
-                self._watch.applied(rank)
+                self._failure_detector.record_applied(rank)
                 self._history.held(rank, message.peak_bytes)
                 if self._is_first_member(rank):
                     worker = self._position(rank)
@@ -643,7 +645,7 @@ class Coordinator:
             self._dismiss(wish.rank)
             self._lose_candidate(wish.rank, "it left")
 
-    def _answer(self, answers: Iterable[tuple[int, messages.Found]]) -> None:
+    def _send_answers(self, answers: Iterable[tuple[int, messages.Found]]) -> None:
         for rank, found in answers:
             self._send(protocol.Send((rank,), found))
         self._workers.lose_unreachable()
@@ -659,8 +661,8 @@ class Coordinator:
 
     def _handle(self, event: protocol.MembershipEvent) -> None:
         self._apply(event)
-        while self._to_evict:
-            command = self._to_evict.pop(0)
+        while self._pending_evictions:
+            command = self._pending_evictions.pop(0)
             self._evict(command.rank, command.cause)
         self._workers.lose_unreachable()
 
@@ -678,25 +680,26 @@ class Coordinator:
         if resumes and not self._plan_is_ready(state):
             # As if the last report had been under way for longer; whatever comes before it is handled as ever.
             self._postponed_event = event
-            self._watch.end_regroup()  # everybody has reported
+            self._failure_detector.end_regroup()  # everybody has reported
             return
         self._state = state
-        self._write_down()
+        self._write_journal()
         for command in commands:
             if isinstance(command, protocol.Send):
                 self._send(command)
             elif isinstance(command, protocol.Resend):
                 self._workers.post(command.ranks, encode(command.message))
             elif isinstance(command, protocol.StartGrace):
-                self._graces.setdefault(command.generation, (time.monotonic() + self.options.grace, command.reason))
+                deadline = time.monotonic() + self.options.grace
+                self._grace_deadlines.setdefault(command.generation, (deadline, command.reason))
             elif isinstance(command, protocol.Evict):
-                self._to_evict.append(command)
+                self._pending_evictions.append(command)
             elif isinstance(command, protocol.Record):
                 self._record(command)
             else:
                 self._finish(command)
 
-    def _write_down(self) -> None:
+    def _write_journal(self) -> None:
         """Writes to the journal what another coordinator must know, before announcing it."""
         if self._journal is None:
             return
@@ -712,21 +715,21 @@ class Coordinator:
         """
         message, schedule = command.message, command.schedule
         if isinstance(message, messages.Resume):
-            self._divide_time()
+            self._account_time()
             joining = self._state.positions.whole(self._state.roster.joining)
             try:
-                schedule = self._plans.plan_generation(self._failed(), joining, self._state.steps.version)
+                schedule = self._plans.plan_generation(self._failed_positions(), joining, self._state.steps.version)
             except Exception as error:  # whoever sent the last report is not to blame
                 self._fail(error)
                 return
-            self._watch.end_regroup()
+            self._failure_detector.end_regroup()
             self._connected_ranks = set()
         elif isinstance(message, messages.Boundary) and schedule is not None:
-            self._divide_time()
+            self._account_time()
             self._plans.change(schedule, message.step)
         elif isinstance(message, messages.Regroup):
-            self._watch.begin_regroup(time.monotonic())
-            self._rendezvous.begin(message.generation)
+            self._failure_detector.begin_regroup(time.monotonic())
+            self._published_keys.begin(message.generation)
             self._plan_is_ready(self._state)  # if not, it is made while the workers stop and report
         elif isinstance(message, messages.StepLoss):
             counters = {"live_workers": float(len(self._state.roster.live)), **self._history.counters}
@@ -738,7 +741,7 @@ class Coordinator:
         frame = encode(message) if programs is None else bytearray()
         # Stage 0 first: a step begins there, and with many workers on few cores the last to be told is late.
         ranks = frozenset(command.ranks)
-        for rank in command.ranks if len(ranks) == 1 else (rank for rank in self._order if rank in ranks):
+        for rank in command.ranks if len(ranks) == 1 else (rank for rank in self._ranks_by_stage if rank in ranks):
             if programs is not None:
                 frame = encode(replace(message, program=programs.of(self._position(rank))))
             self._workers.post((rank,), frame)
@@ -747,12 +750,12 @@ class Coordinator:
         """Whether there is a plan for the present roster; if not, it is being made."""
         joining = state.positions.whole(state.roster.joining)
         try:
-            return self._plans.is_ready(self._failed(state), joining)
+            return self._plans.is_ready(self._failed_positions(state), joining)
         except Exception:  # whoever asks for the plan itself meets the same error, and tells it
             log.debug("No plan can be made ready", exc_info=True)
             return True
 
-    def _failed(self, state: protocol.MembershipState | None = None) -> frozenset[Worker]:
+    def _failed_positions(self, state: protocol.MembershipState | None = None) -> frozenset[Worker]:
         """Positions without all of their members."""
         state = state or self._state
         return frozenset(self.grid.workers()) - state.positions.whole(state.roster.live)
@@ -764,19 +767,19 @@ class Coordinator:
         """Whether ``rank`` is the first member of its position, measuring for all of them."""
         return self._state.positions.member(rank) == 0
 
-    def _for_ranks(self, ready: protocol.PlanReady | protocol.LayoutReady) -> protocol.MembershipEvent:
+    def _with_ranks(self, ready: protocol.PlanReady | protocol.LayoutReady) -> protocol.MembershipEvent:
         """``ready``, whose roster is of positions, for the workers that hold these."""
         positions = map(self.grid.worker, ready.roster)
         ranks = (rank for position in positions for rank in self._state.positions.ranks(position))
         return replace(ready, roster=tuple(sorted(ranks)))
 
-    def _divide_time(self) -> None:
+    def _account_time(self) -> None:
         """Accounts for the time of the steps until now: another plan takes other times."""
         if (computing := self._plans.computing_seconds) is not None:
             self._history.digest.goodput.divide(*computing)
 
     def _view(self) -> RunView:
-        self._divide_time()
+        self._account_time()
         spares = tuple(ProcessLocation(process.node or None, process.pid) for _, process in self._vacancies.spares)
         schedules = self._plans.schedules
         status = status_of(
@@ -787,7 +790,7 @@ class Coordinator:
             self._vacancies.incarnations,
             self._workers.connections.keys(),
             frozenset(filter(self._has_candidate, range(self._state.num_workers))),
-            self._watch.activities,
+            self._failure_detector.activities,
             spares,
         )
         return RunView(status, self._plans.timed)
@@ -801,7 +804,7 @@ class Coordinator:
         if record.kind in ("left", "released") and record.rank is not None:
             self._dismiss(record.rank)
         if record.rank is not None:
-            (self._vacated.add if record.kind == "left" else self._vacated.discard)(record.rank)
+            (self._vacated_ranks.add if record.kind == "left" else self._vacated_ranks.discard)(record.rank)
         if record.kind == "layers_moved":
             self._plans.relaid(record.details["cuts"])
         if record.kind == "resumed" and not self._history.digest.counts["step"]:
@@ -810,14 +813,14 @@ class Coordinator:
             record = replace(record, details={**record.details, **self._plans.origin()})
         self._history.record(record, self._state)
         if record.kind == "corruption" and record.rank is not None:
-            self._wrong_counts[record.rank] += _WRONG_STATES if record.details["proof"] == "computation" else 1
+            self._wrong_counts[record.rank] += _MAX_WRONG_STATES if record.details["proof"] == "computation" else 1
         if record.kind == "step":
             self._plans.stepped(self._history.step_seconds)
 
     def _finish(self, outcome: protocol.Outcome) -> None:
         if self._state.outcome is None:
             self._state = self._state.updated(outcome=outcome)
-            self._write_down()
+            self._write_journal()
         self._history.ended(self._state)
         # Also after a success: a worker may be waiting for a generation that nobody needs any more.
         self._send_to_all(messages.Stop(StopReason.of(outcome)))

@@ -14,7 +14,7 @@ Of workers at work only those that do *not* wait are suspected (:func:`sign_of_w
 and the culprit is the one inside an operation for longer than its usual time, as measured in this run, times a factor;
 at least the heartbeat's timeout. Silence, messages not taken, and a wait despite a regroup count against any worker.
 Work without a usual time (first steps, reading data, hooks, validation, checkpoints) has ``patience``. If all wait for
-each other a message was lost (:func:`everybody_waits`): the same workers connect again.
+each other a message was lost (:func:`all_wait`): the same workers connect again.
 
 Contract: :func:`review` is pure: it is called repeatedly with what is known and the memory that it returned before.
 :class:`FailureDetector` keeps the times of heartbeats, progress and startup for it.
@@ -34,7 +34,7 @@ from lightning_recycle.control.protocol.messages import Heartbeat
 from lightning_recycle.control.protocol.state import MembershipState
 from lightning_recycle.planning.grid import OpKind, Positions, Worker
 
-_RISE = 10.0  # factor on a limit for each excuse: a worker that was held up at the same place before, a busy process
+_EXCUSE_FACTOR = 10.0  # on a limit for each excuse: a worker that was held up at the same place before, a busy process
 
 StepPoint: TypeAlias = tuple[int, str]
 """Position of a worker in its work: the step, and the micro-batch or else the kind of operation."""
@@ -158,24 +158,24 @@ def review(
     for position in positions.whole({rank for rank in holders if rank in signs and signs[rank].is_well}):
         well.setdefault(position.stage, set()).add(position)
     vouched = {rank for rank, stage in stages.items() if well.get(stage, set()) - {positions.position(rank)}}
-    memory = _follow(memory, now, signs, vouched, step)
+    memory = _record_elapsed(memory, now, signs, vouched, step)
     evict: dict[int, Overdue] = {}
     waits: dict[int, Overdue] = {}
-    for rank, observed in sorted(signs.items()):
-        for sign in observed.signs:
+    for rank, worker_signs in sorted(signs.items()):
+        for sign in worker_signs.signs:
             if sign.seconds <= sign.limit:
                 continue
             held_up = _held_up_alike(memory.held_up, now, rank, stages[rank], sign, step)
             others = [positions.name(other) for other in sorted(held_up)]
-            reason = _why_waited(others, sign.computes, rank in vouched, stages[rank])
-            counted = _counted(sign.seconds, _excuses(memory, rank, sign is observed.silence), now)
+            reason = _reason_to_wait(others, sign.computes, rank in vouched, stages[rank])
+            counted = _counted_seconds(sign.seconds, _excused_times(memory, rank, sign is worker_signs.silence), now)
             overdue = _judge(sign, counted, rank in vouched, len(held_up) + sign.computes, reason)
             if overdue is not None and not overdue.reason:
                 evict[rank] = overdue
                 break
             if overdue is not None:
                 waits.setdefault(rank, overdue)
-    return _conclude(memory, now, signs, stages, step, evict, waits)
+    return _remember_ruling(memory, now, signs, stages, step, evict, waits)
 
 
 def _judge(sign: Sign, counted: float, vouched: bool, excuses: int, reason: str) -> Overdue | None:
@@ -185,40 +185,40 @@ def _judge(sign: Sign, counted: float, vouched: bool, excuses: int, reason: str)
     others were held up at the same place before, and one more if its process computes. ``reason``: for waiting, if any.
     """
     bound = max(sign.limit, sign.bound)
-    limit = min(bound, sign.limit * _RISE**excuses) if vouched else bound
+    limit = min(bound, sign.limit * _EXCUSE_FACTOR**excuses) if vouched else bound
     if sign.seconds > bound or (vouched and counted > limit):
         note = f"; it was given {limit:g} s because {reason}" if limit > sign.limit else ""
         return Overdue(sign.cause + note, sign.seconds, limit)
     return None if sign.seconds > limit else Overdue(sign.cause, sign.seconds, limit, reason)
 
 
-def _follow(
+def _record_elapsed(
     memory: DetectionState, now: float, signs: Mapping[int, WorkerSigns], vouched: Collection[int], step: int
 ) -> DetectionState:
     """The memory with the time since the newest review, classified for each worker."""
     since = now if memory.time is None else memory.time
     alone: dict[int, _Intervals] = {}
     unheard: dict[int, _Intervals] = {}
-    for rank, observed in signs.items():
-        is_alone, is_heard = rank not in vouched, observed.is_heard
+    for rank, worker_signs in signs.items():
+        is_alone, is_heard = rank not in vouched, worker_signs.is_heard
         if not is_alone and is_heard and rank not in memory.alone and rank not in memory.unheard:
             continue  # nearly always
-        oldest = now - max(sign.seconds for sign in observed.signs)
-        times = _after(oldest, memory.alone.get(rank, ()))
+        oldest = now - max(sign.seconds for sign in worker_signs.signs)
+        times = _ending_after(oldest, memory.alone.get(rank, ()))
         if is_alone and now > since:
-            times = _merged([*times, (since, now)])
+            times = _merge([*times, (since, now)])
         if times:
             alone[rank] = times
-        times = _after(oldest, memory.unheard.get(rank, ()))
+        times = _ending_after(oldest, memory.unheard.get(rank, ()))
         if not is_heard:
-            times = _merged([*times, (now - observed.silence.seconds, now)])
+            times = _merge([*times, (now - worker_signs.silence.seconds, now)])
         if times:
             unheard[rank] = times
     held_up = tuple(delay for delay in memory.held_up if delay.step >= step - 1)  # stages differ by one step at most
     return DetectionState(now, alone, unheard, held_up, memory.waited)
 
 
-def _conclude(
+def _remember_ruling(
     memory: DetectionState,
     now: float,
     signs: Mapping[int, WorkerSigns],
@@ -250,7 +250,7 @@ def _held_up_alike(
     return frozenset(delay.rank for delay in same_place if delay.rank != rank and delay.time <= began)
 
 
-def _why_waited(before: Sequence[str], computes: bool, vouched: bool, stage: int) -> str:
+def _reason_to_wait(before: Sequence[str], computes: bool, vouched: bool, stage: int) -> str:
     if not vouched:
         return f"no other worker that holds stage {stage} is well"
     if computes:
@@ -259,23 +259,23 @@ def _why_waited(before: Sequence[str], computes: bool, vouched: bool, stage: int
     return f"{workers} {' and '.join(before)} {were} held up there before"
 
 
-def _excuses(memory: DetectionState, rank: int, is_silence: bool) -> _Intervals:
+def _excused_times(memory: DetectionState, rank: int, is_silence: bool) -> _Intervals:
     """Intervals that do not count against ``rank``: without a well peer, or silent."""
     alone = memory.alone.get(rank, ())
-    return alone if is_silence else _merged([*alone, *memory.unheard.get(rank, ())])
+    return alone if is_silence else _merge([*alone, *memory.unheard.get(rank, ())])
 
 
-def _counted(seconds: float, excuses: _Intervals, now: float) -> float:
+def _counted_seconds(seconds: float, excuses: _Intervals, now: float) -> float:
     """Remainder of the newest ``seconds`` without ``excuses``."""
     begin = now - seconds
     return seconds - sum(end - max(begin, start) for start, end in excuses if end > begin)
 
 
-def _after(oldest: float, intervals: _Intervals) -> _Intervals:
+def _ending_after(oldest: float, intervals: _Intervals) -> _Intervals:
     return tuple(interval for interval in intervals if interval[1] > oldest)
 
 
-def _merged(intervals: Iterable[tuple[float, float]]) -> _Intervals:
+def _merge(intervals: Iterable[tuple[float, float]]) -> _Intervals:
     found: list[tuple[float, float]] = []
     for begin, end in sorted(intervals):
         if found and begin <= found[-1][1]:
@@ -285,7 +285,7 @@ def _merged(intervals: Iterable[tuple[float, float]]) -> _Intervals:
     return tuple(found)
 
 
-_FACTOR = 10.0  # times the usual duration of an operation
+_DURATION_FACTOR = 10.0  # times the usual duration of an operation
 _RECOVERY_SECONDS = 5.0  # at least, for a worker's own work during a recovery
 
 
@@ -314,7 +314,7 @@ def sign_of_work(worker: Observation, usual: float | None, timeout: float, patie
     """
     if worker.waiting:
         return None
-    limit = _limit(worker.kind, usual, timeout, patience)
+    limit = _work_limit(worker.kind, usual, timeout, patience)
     cause = (
         f"it has been in {worker.operation!r} for {worker.seconds:.1f} s without waiting for anybody, more than the"
         f" {limit:.1f} s that it may take"
@@ -322,7 +322,7 @@ def sign_of_work(worker: Observation, usual: float | None, timeout: float, patie
     return Sign(cause, worker.seconds, limit, patience, worker.place)
 
 
-def everybody_waits(
+def all_wait(
     observations: Mapping[int, Observation], usual: Callable[[int, str], float | None], timeout: float
 ) -> bool:
     """Whether all workers wait for each other for longer than any operation can take.
@@ -332,22 +332,22 @@ def everybody_waits(
     if not observations:
         return False
     times = [usual(rank, kind) or 0.0 for rank in observations for kind in map(str, OpKind)]
-    limit = max(2 * timeout, _FACTOR * max(times))
+    limit = max(2 * timeout, _DURATION_FACTOR * max(times))
     waiting = all(seen.waiting and seen.seconds > limit for seen in observations.values())
     return waiting and not all(seen.coordinated for seen in observations.values())
 
 
-def _limit(kind: str, usual: float | None, timeout: float, patience: float) -> float:
+def _work_limit(kind: str, usual: float | None, timeout: float, patience: float) -> float:
     if kind == "RECOVER":
         return max(timeout, _RECOVERY_SECONDS)
-    return patience if usual is None else max(timeout, _FACTOR * usual)
+    return patience if usual is None else max(timeout, _DURATION_FACTOR * usual)
 
 
-_LEAST_START_TIMEOUT = 10.0  # seconds of silence
+_MIN_START_TIMEOUT = 10.0  # seconds of silence
 _NOTICE_SECONDS = 20.0  # of a start, between lines about it
-_MOST_NAMES = 8  # of workers in such a line
-_LEAST_DEAF_SECONDS = 5.0
-_LEAST_STALL_SECONDS = 1.0
+_MAX_NAMES = 8  # of workers in such a line
+_MIN_DEAF_SECONDS = 5.0
+_MIN_STALL_SECONDS = 1.0
 _BUSY_SHARE = 0.8  # of the newest looks at a silent process that computes; the rest is for its first heartbeat to come
 
 
@@ -362,8 +362,8 @@ class FailureDetector:
         self._thread_states = thread_states
         self._samples: dict[int, list[tuple[float, bool]]] = {}  # of silent workers' threads: whether they computed
         self._last_heard: dict[int, float] = {}
-        self._beats: dict[int, tuple[Heartbeat, float]] = {}
-        self._last_acted: dict[int, float] = {}
+        self._heartbeats: dict[int, tuple[Heartbeat, float]] = {}
+        self._last_activity: dict[int, float] = {}
         self._have_applied: set[int] = set()  # ever; a process's first step may take long, however long others took
         self._have_reported: set[int] = set()  # ever; setting up, before the first report, may take long
         self._deadline: float | None = None
@@ -375,28 +375,28 @@ class FailureDetector:
 
     # ------------------------------------------------------------------ what is heard
 
-    def heard(self, rank: int, now: float) -> None:
+    def record_message(self, rank: int, now: float) -> None:
         self._last_heard[rank] = now
 
-    def beat(self, rank: int, heartbeat: Heartbeat, now: float) -> None:
+    def record_heartbeat(self, rank: int, heartbeat: Heartbeat, now: float) -> None:
         self._last_heard[rank] = now
-        self._beats[rank] = (heartbeat, now)
+        self._heartbeats[rank] = (heartbeat, now)
 
-    def acted(self, rank: int, now: float) -> None:
+    def record_activity(self, rank: int, now: float) -> None:
         """The main thread sent a message: the activity of earlier heartbeats is over."""
-        self._last_acted[rank] = now
+        self._last_activity[rank] = now
 
-    def applied(self, rank: int) -> None:
+    def record_applied(self, rank: int) -> None:
         self._have_applied.add(rank)
 
-    def reported(self, rank: int) -> None:
+    def record_report(self, rank: int) -> None:
         self._have_reported.add(rank)
 
-    def expect(self, rank: int, now: float) -> None:
+    def expect_candidate(self, rank: int, now: float) -> None:
         """A replacement for ``rank`` sets up from now on."""
         self._candidates.setdefault(rank, now + self._options.recovery.start_timeout)
 
-    def ready(self, rank: int) -> None:
+    def record_ready(self, rank: int) -> None:
         self._candidates.pop(rank, None)
         self._have_reported.add(rank)
 
@@ -405,20 +405,20 @@ class FailureDetector:
         self._candidates.pop(rank, None)
         self._samples.pop(rank, None)
         self._last_heard.pop(rank, None)
-        self._beats.pop(rank, None)
-        self._last_acted.pop(rank, None)
+        self._heartbeats.pop(rank, None)
+        self._last_activity.pop(rank, None)
         self._have_applied.discard(rank)
         self._have_reported.discard(rank)
 
     @property
     def activities(self) -> dict[int, tuple[str, str]]:
         """Activity of main threads at their newest heartbeats, for people."""
-        return {rank: (b.activity.operation, b.activity.waiting_for) for rank, (b, _) in self._beats.items()}
+        return {rank: (b.activity.operation, b.activity.waiting_for) for rank, (b, _) in self._heartbeats.items()}
 
     def forgive(self, now: float) -> None:
         """Restarts the clocks of silence: this process could not hear until now."""
         self._last_heard = dict.fromkeys(self._last_heard, now)
-        self._beats = {rank: (beat, now) for rank, (beat, _) in self._beats.items()}
+        self._heartbeats = {rank: (heartbeat, now) for rank, (heartbeat, _) in self._heartbeats.items()}
 
     # ------------------------------------------------------------------ what is bounded in time
 
@@ -449,44 +449,45 @@ class FailureDetector:
         ``stalled``: for each connected rank, also a joining one, seconds for which it has taken no message.
         ``seconds``: the usual times of operations, by stage and kind.
         """
-        begun = state.generation.number >= 0 and state.roster.live <= self._beats.keys()
+        begun = state.generation.number >= 0 and state.roster.live <= self._heartbeats.keys()
         signs = {}
-        for rank, unable in stalled.items():
-            silence = self._silence(now, rank)
-            computes = self._computes(now, rank, max(silence.seconds, unable) > silence.limit / 2)
+        for rank, stalled_seconds in stalled.items():
+            silence = self._sign_of_silence(now, rank)
+            computes = self._is_computing(now, rank, max(silence.seconds, stalled_seconds) > silence.limit / 2)
             silence = replace(silence, computes=computes)
-            others = []
+            other_signs = []
             is_member = begun and rank in state.roster.live
             if is_member and WorkerSigns(silence).is_heard:  # of a silent worker nothing else is known
-                others.append(self._work(now, rank, state, seconds))
-            if unable > 0:
-                others.append(replace(self._stalled(unable), computes=computes))
-            signs[rank] = WorkerSigns(silence, tuple(sign for sign in others if sign is not None))
+                other_signs.append(self._sign_of_work(now, rank, state, seconds))
+            if stalled_seconds > 0:
+                other_signs.append(replace(self._sign_of_stall(stalled_seconds), computes=computes))
+            signs[rank] = WorkerSigns(silence, tuple(sign for sign in other_signs if sign is not None))
         holders = state.roster.live - state.roster.joining
         self._memory, ruling = review(self._memory, now, signs, holders, state.positions, state.steps.version)
         return ruling
 
-    def everybody_waits(self, now: float, state: MembershipState, seconds: Mapping[int, Mapping[str, float]]) -> bool:
+    def all_wait(self, now: float, state: MembershipState, seconds: Mapping[int, Mapping[str, float]]) -> bool:
         """Whether a message of the generation was lost: all wait for each other too long."""
-        if state.generation.number < 0 or state.generation.regrouping or not state.roster.live <= self._beats.keys():
+        generation, live = state.generation, state.roster.live
+        if generation.number < 0 or generation.regrouping or not live <= self._heartbeats.keys():
             return False
-        for rank in state.roster.live:
-            beat, _ = self._beats[rank]
+        for rank in live:
+            heartbeat, _ = self._heartbeats[rank]
             # What was waited for in an earlier generation says nothing about this one, nor does what a silent one said.
-            current = beat.generation == state.generation.number and WorkerSigns(self._silence(now, rank)).is_heard
-            if not beat.activity.waiting_for or not current:
+            is_heard = WorkerSigns(self._sign_of_silence(now, rank)).is_heard
+            if not heartbeat.activity.waiting_for or heartbeat.generation != generation.number or not is_heard:
                 return False
-        observations = {rank: self._observe(now, rank, state) for rank in state.roster.live}
-        return everybody_waits(
-            observations, lambda rank, kind: self._usual(rank, kind, seconds), self._options.heartbeat.timeout
+        observations = {rank: self._observe(now, rank, state) for rank in live}
+        return all_wait(
+            observations, lambda rank, kind: self._usual_seconds(rank, kind, seconds), self._options.heartbeat.timeout
         )
 
     def start_notice(
-        self, now: float, state: MembershipState, connected: Collection[int], launched: bool
+        self, now: float, state: MembershipState, connected: Collection[int], are_launched: bool
     ) -> str | None:
         """Every 20 s until all have set up: the workers that the run waits for.
 
-        ``launched``: whether their processes were started here.
+        ``are_launched``: whether their processes were started here.
         """
         if now < self._next_notice:
             return None
@@ -495,18 +496,18 @@ class FailureDetector:
         self._next_notice = now + _NOTICE_SECONDS if missing else math.inf
         if not missing:
             return None
-        names = ", ".join(map(state.name, missing[:_MOST_NAMES]))
-        more = f" and {len(missing) - _MOST_NAMES} more" if len(missing) > _MOST_NAMES else ""
+        names = ", ".join(map(state.name, missing[:_MAX_NAMES]))
+        others = f" and {len(missing) - _MAX_NAMES} more" if len(missing) > _MAX_NAMES else ""
         workers = "worker" if len(missing) == 1 else "workers"
-        doing = "setting up" if not absent else "importing" if launched else "not connected"
-        return f"Waiting for {workers} {names}{more}: {doing}, {now - self._start_began:.0f} s."
+        activity = "setting up" if not absent else "importing" if are_launched else "not connected"
+        return f"Waiting for {workers} {names}{others}: {activity}, {now - self._start_began:.0f} s."
 
     def late_candidates(self, now: float) -> dict[int, str]:
         """The replacements that are not ready in time."""
         cause = f"it was not ready within {self._options.recovery.start_timeout:g} s"
         return {rank: cause for rank, deadline in self._candidates.items() if now > deadline}
 
-    def late(self, now: float, state: MembershipState) -> dict[int, str]:
+    def late_members(self, now: float, state: MembershipState) -> dict[int, str]:
         """The workers that have not joined, or not stopped for a regroup, in time."""
         if self._deadline is None or now <= self._deadline:
             return {}
@@ -519,16 +520,16 @@ class FailureDetector:
         cause = f"it did not stop for a regroup within {self._options.report_timeout:g} s"
         return dict.fromkeys(sorted(self._have_reported & state.roster.live - state.generation.reports.keys()), cause)
 
-    def _silence(self, now: float, rank: int) -> Sign:
+    def _sign_of_silence(self, now: float, rank: int) -> Sign:
         timeout = self._options.heartbeat.timeout
         if rank not in self._have_reported:  # imports and unpickling can keep all of its threads from running
-            timeout = max(timeout, _LEAST_START_TIMEOUT)
+            timeout = max(timeout, _MIN_START_TIMEOUT)
         seconds = now - self._last_heard.get(rank, now)
         return Sign(
             f"it was silent for more than {timeout:g} s", seconds, timeout, self._options.heartbeat.last_holder_timeout
         )
 
-    def _computes(self, now: float, rank: int, is_quiet: bool) -> bool:
+    def _is_computing(self, now: float, rank: int, is_quiet: bool) -> bool:
         """Whether a quiet worker's process computes or waits for a disk.
 
         A stopped one does not, nor one whose threads wait for each other.
@@ -536,58 +537,58 @@ class FailureDetector:
         if not is_quiet:
             self._samples.pop(rank, None)
             return False
-        looks = self._samples.setdefault(rank, [])
+        samples = self._samples.setdefault(rank, [])
         states = self._thread_states(rank)
-        looks.append((now, "R" in states or "D" in states))
-        looks[:] = [(at, busy) for at, busy in looks if now - at <= self._options.heartbeat.timeout]
-        return "T" not in states and sum(busy for _, busy in looks) >= _BUSY_SHARE * len(looks)
+        samples.append((now, "R" in states or "D" in states))
+        samples[:] = [(at, busy) for at, busy in samples if now - at <= self._options.heartbeat.timeout]
+        return "T" not in states and sum(busy for _, busy in samples) >= _BUSY_SHARE * len(samples)
 
-    def _stalled(self, seconds: float) -> Sign:
-        timeout = max(_LEAST_STALL_SECONDS, self._options.heartbeat.timeout)
+    def _sign_of_stall(self, seconds: float) -> Sign:
+        timeout = max(_MIN_STALL_SECONDS, self._options.heartbeat.timeout)
         cause = f"it took no message for more than {timeout:g} s"
         return Sign(cause, seconds, timeout, self._options.heartbeat.last_holder_timeout)
 
     def _observe(self, now: float, rank: int, state: MembershipState) -> Observation:
-        beat, received = self._beats[rank]
-        activity = beat.activity
+        heartbeat, received = self._heartbeats[rank]
+        activity = heartbeat.activity
         # What it did in an earlier generation says nothing about this one: only time since it last acted counts.
         return Observation(
             activity.operation,
             activity.kind,
             (state.generation.regrouping and rank in state.generation.reports) or bool(activity.waiting_for),
-            min(beat.seconds + now - received, now - self._last_acted.get(rank, -math.inf)),
+            min(heartbeat.seconds + now - received, now - self._last_activity.get(rank, -math.inf)),
             activity.coordinated,
             (activity.step, activity.kind if activity.microbatch < 0 else f"micro-batch {activity.microbatch}"),
         )
 
-    def _work(
+    def _sign_of_work(
         self, now: float, rank: int, state: MembershipState, seconds: Mapping[int, Mapping[str, float]]
     ) -> Sign | None:
         """Sign against a member too long at one work, or deaf to a regroup; None if none."""
         seen = self._observe(now, rank, state)
         if state.generation.regrouping and rank in self._have_reported and rank not in state.generation.reports:
-            deaf = self._deaf(rank)
+            deaf = self._sign_of_deafness(rank)
             siblings = state.positions.siblings(rank) - state.generation.reports.keys()
             # A generation ends no hook that they run together, if one of them still works there.
-            if deaf is not None and all(self._beats[sibling][0].activity.waiting_for for sibling in siblings):
+            if deaf is not None and all(self._heartbeats[sibling][0].activity.waiting_for for sibling in siblings):
                 return deaf
-        usual = self._usual(rank, seen.kind, seconds) if seen.kind else None
+        usual = self._usual_seconds(rank, seen.kind, seconds) if seen.kind else None
         return sign_of_work(seen, usual, self._options.heartbeat.timeout, self._options.patience)
 
-    def _deaf(self, rank: int) -> Sign | None:
+    def _sign_of_deafness(self, rank: int) -> Sign | None:
         """Whether a member waits on despite an announced generation, which ends any wait."""
-        beat, received = self._beats[rank]
+        heartbeat, received = self._heartbeats[rank]
         passed = received - self._regroup_began
-        if not beat.activity.waiting_for or beat.seconds <= passed:
+        if not heartbeat.activity.waiting_for or heartbeat.seconds <= passed:
             return None
-        limit = max(self._options.heartbeat.timeout, _LEAST_DEAF_SECONDS)
+        limit = max(self._options.heartbeat.timeout, _MIN_DEAF_SECONDS)
         cause = (
-            f"it has been waiting for {beat.activity.waiting_for} since before the others regrouped,"
+            f"it has been waiting for {heartbeat.activity.waiting_for} since before the others regrouped,"
             f" more than {limit:g} s ago"
         )
         return Sign(cause, passed, limit, self._options.patience)
 
-    def _usual(self, rank: int, kind: str, seconds: Mapping[int, Mapping[str, float]]) -> float | None:
+    def _usual_seconds(self, rank: int, kind: str, seconds: Mapping[int, Mapping[str, float]]) -> float | None:
         """The usual seconds of an operation.
 
         An operation that is new to the plan takes at most twice as long as the longest.
