@@ -55,15 +55,15 @@ class FinalStatus:
 
 
 def decide_restart(
-    record: RestartRecord, status: int, lasted: float, is_ending: bool, max_restarts: int
+    record: RestartRecord, status: int, seconds: float, is_ending: bool, max_restarts: int
 ) -> RestartRecord | FinalStatus:
-    """Decision after the end of a process that ran for ``lasted`` seconds.
+    """Decision after the end of a process that ran for ``seconds``.
 
     The pause before its next start doubles with each quick end after the first.
     """
     if is_ending or not is_lost(status):
         return FinalStatus(status)
-    quick = record.quick + 1 if lasted < _QUICK_SECONDS else 0
+    quick = record.quick + 1 if seconds < _QUICK_SECONDS else 0
     if record.restarts >= max_restarts:
         return FinalStatus(status, f"it was restarted {counted(record.restarts, 'time')} (--max-restarts)")
     if quick >= _MOST_QUICK:
@@ -307,17 +307,17 @@ class Agent:
         coordinator: ProcessCommand | None = None,
         pipes: bool = True,
     ) -> None:
-        self._running = {task.name: _TaskState(task) for task in tasks}
+        self._task_states = {task.name: _TaskState(task) for task in tasks}
         self._max_restarts = max_restarts
         self._printer = printer
         self._output = printer if pipes else None
         self._grace = grace
         self._coordinator = None if coordinator is None else _TaskState(coordinator)
-        self._failure: int | None = None  # of the coordinator, for good
+        self._coordinator_status: int | None = None  # at its end for good
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._end_signal: int | None = None
         self._is_ending = False
-        self._finished = False
+        self._has_finished = False
         self._ask_at = math.inf  # when the others are asked to end, after a failure
         self._kill_at = math.inf
         self.on_finish: Callable[[], None] = lambda: None
@@ -346,49 +346,49 @@ class Agent:
         before: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
             # SIGUSR2 is submitit's warning; Ctrl-C is not for the background job of a script, which ignores it.
-            wanted = _FORWARDED if self._grace is not None else (*_FORWARDED, signal.SIGUSR2)
-            heard = [number for number in wanted if signal.getsignal(number) is not signal.SIG_IGN]
-            before = {n: signal.signal(n, lambda number, _: self.ask_to_end(number)) for n in heard}
+            handled = _FORWARDED if self._grace is not None else (*_FORWARDED, signal.SIGUSR2)
+            awaited = [number for number in handled if signal.getsignal(number) is not signal.SIG_IGN]
+            before = {n: signal.signal(n, lambda number, _: self.ask_to_end(number)) for n in awaited}
         try:
-            while any(running.final is None for running in self._running.values()):
+            while any(state.final is None for state in self._task_states.values()):
                 self._start_due()
-                self._take_event()
+                self._handle_event()
                 self._enforce_deadlines()
         finally:
-            for running in self._running.values():
-                if running.child is not None:
-                    running.child.kill()
+            for state in self._task_states.values():
+                if state.child is not None:
+                    state.child.kill()
             self._end_coordinator()
             self._printer.finish(_PRINT_SECONDS)
             for number, handler in before.items():
                 signal.signal(number, handler)
-        ends = [(r.final.status, r.record.restarts == 0) for r in self._running.values() if r.final]
-        status = verdict(ends, self._end_signal, self._finished)
-        hosted = self._coordinator
-        if hosted is not None and hosted.status == _BAD_OPTIONS and not hosted.record.restarts:
+        end_states = [(r.final.status, r.record.restarts == 0) for r in self._task_states.values() if r.final]
+        status = verdict(end_states, self._end_signal, self._has_finished)
+        coordinator = self._coordinator
+        if coordinator is not None and coordinator.status == _BAD_OPTIONS and not coordinator.record.restarts:
             return _BAD_OPTIONS  # it never listened: whatever the workers did was no run
-        return status if self._failure is None or status == 0 else self._failure
+        return status if self._coordinator_status is None or status == 0 else self._coordinator_status
 
     def _all_tasks(self) -> list[_TaskState]:
         """The coordinator, if it is hosted here, and all tasks."""
-        return [*([self._coordinator] if self._coordinator else []), *self._running.values()]
+        return [*([self._coordinator] if self._coordinator else []), *self._task_states.values()]
 
     def _start_due(self) -> None:
         """Starts the processes that do not run and may start now."""
         now = time.monotonic()
-        for running in self._all_tasks():
-            if running.child is not None or running.final is not None or running.start_at > now:
+        for state in self._all_tasks():
+            if state.child is not None or state.final is not None or state.start_at > now:
                 continue
             try:
-                running.child = Child(running.task, self._output, self.child_ended)
+                state.child = Child(state.task, self._output, self.child_ended)
             except OSError as error:
-                program = running.task.command[0]
+                program = state.task.command[0]
                 self._printer.say(f"{program!r} cannot be started: {error.strerror or error}.")
-                self._settle(running, FinalStatus(127 if isinstance(error, FileNotFoundError) else 126))
+                self._end_task(state, FinalStatus(127 if isinstance(error, FileNotFoundError) else 126))
 
-    def _take_event(self) -> None:
+    def _handle_event(self) -> None:
         """Handles one event, or returns when something else is due."""
-        waits = [running.start_at for running in self._all_tasks() if not running.child and not running.final]
+        waits = [state.start_at for state in self._all_tasks() if not state.child and not state.final]
         until = min([*waits, self._ask_at, self._kill_at])
         try:
             event = self._events.get(timeout=min(_LOOK_SECONDS, max(0.0, until - time.monotonic())))
@@ -397,31 +397,31 @@ class Agent:
         event()
 
     def _on_end(self, child: Child, status: int) -> None:
-        lasted = time.monotonic() - child.began
+        seconds = time.monotonic() - child.began
         if self._coordinator is not None and child is self._coordinator.child:
-            self._on_coordinator_end(self._coordinator, status, lasted)
+            self._on_coordinator_end(self._coordinator, status, seconds)
             return
-        running = next((each for each in self._running.values() if each.child is child), None)
-        if running is None:
+        state = next((each for each in self._task_states.values() if each.child is child), None)
+        if state is None:
             return
-        running.child, running.status = None, status
-        decision = decide_restart(running.record, status, lasted, self._is_ending, self._max_restarts)
+        state.child, state.status = None, status
+        decision = decide_restart(state.record, status, seconds, self._is_ending, self._max_restarts)
         if isinstance(decision, FinalStatus):
-            self._settle(running, decision)
+            self._end_task(state, decision)
             return
-        running.record, running.start_at = decision, time.monotonic() + decision.pause
+        state.record, state.start_at = decision, time.monotonic() + decision.pause
         after = f" after {decision.pause:g} s" if decision.pause else ""
-        self._printer.say(f"{running.task.name} {_end_text(status)}; it is started again{after}.")
+        self._printer.say(f"{state.task.name} {_end_text(status)}; it is started again{after}.")
 
-    def _settle(self, running: _TaskState, final: FinalStatus) -> None:
+    def _end_task(self, state: _TaskState, final: FinalStatus) -> None:
         """The task is over; ends the others if its end requires that."""
-        running.final = final
-        name, was_first = running.task.name, running.record.restarts == 0
+        state.final = final
+        name, was_first = state.task.name, state.record.restarts == 0
         if final.given_up:
             self._printer.say(f"{name} {_end_text(final.status)} and is given up: {final.given_up}.")
-        elif final.status and not self._finished:
+        elif final.status and not self._has_finished:
             self._printer.say(f"{name} {_end_text(final.status)}.")
-        if final.status == 0 and not self._finished:
+        if final.status == 0 and not self._has_finished:
             self.on_finish()
             self._finish()
         elif was_first and (is_error(final.status) or final.status == EXIT_STOPPED) and not self._is_ending:
@@ -431,18 +431,18 @@ class Agent:
 
     def _finish(self) -> None:
         """The run has finished: nothing is restarted, the others may end by themselves."""
-        if self._finished:
+        if self._has_finished:
             return
-        self._finished = self._is_ending = True
+        self._has_finished = self._is_ending = True
         if self._coordinator is not None and self._coordinator.child is not None:
             self._coordinator.child.say(OVER)  # latecomers learn that the run has finished
         self._drop_restarts()
 
     def _drop_restarts(self) -> None:
         """Gives up the processes that wait for their next start, the coordinator too."""
-        for running in self._all_tasks():
-            if running.child is None and running.final is None:
-                running.final = FinalStatus(running.status)
+        for state in self._all_tasks():
+            if state.child is None and state.final is None:
+                state.final = FinalStatus(state.status)
 
     def _on_signal(self, number: int) -> None:
         self.heard_signals.add(number)
@@ -470,32 +470,32 @@ class Agent:
             self._signal_all(signal.SIGTERM)
         if now >= self._kill_at:
             self._kill_at = math.inf
-            for running in self._running.values():
-                if running.child is not None:
-                    self._printer.say(f"{running.task.name} did not end and is killed.")
-                    running.child.kill()
+            for state in self._task_states.values():
+                if state.child is not None:
+                    self._printer.say(f"{state.task.name} did not end and is killed.")
+                    state.child.kill()
 
     def _signal_all(self, number: int) -> None:
-        for running in self._running.values():
-            if running.child is not None:
-                running.child.signal(number)
+        for state in self._task_states.values():
+            if state.child is not None:
+                state.child.signal(number)
 
     # ------------------------------------------------------------------ the coordinator
 
-    def _on_coordinator_end(self, hosted: _TaskState, status: int, lasted: float) -> None:
-        hosted.child, hosted.status = None, status
+    def _on_coordinator_end(self, coordinator: _TaskState, status: int, seconds: float) -> None:
+        coordinator.child, coordinator.status = None, status
         if self._is_ending:
-            hosted.final = FinalStatus(status)
+            coordinator.final = FinalStatus(status)
             return
         judged_status = status if status == _BAD_OPTIONS else -1
-        decision = decide_restart(hosted.record, judged_status, lasted, False, self._max_restarts)
+        decision = decide_restart(coordinator.record, judged_status, seconds, False, self._max_restarts)
         if isinstance(decision, RestartRecord):
-            hosted.record, hosted.start_at = decision, time.monotonic() + decision.pause
+            coordinator.record, coordinator.start_at = decision, time.monotonic() + decision.pause
             self._printer.say(f"The coordinator {_end_text(status)}; it is started again.")
             return
-        hosted.final = decision
+        coordinator.final = decision
         self._printer.say(f"The coordinator {_end_text(status)} and is given up: {decision.given_up or 'bad options'}.")
-        self._failure, self._is_ending = max(1, status), True
+        self._coordinator_status, self._is_ending = max(1, status), True
         self._drop_restarts()
         self._ask_at = time.monotonic()
 

@@ -55,7 +55,7 @@ from lightning_recycle.errors import (
 from lightning_recycle.launch.ray_workers import RayWorkerGroup, free_slots, needs_of_worker
 from lightning_recycle.launch.resume_and_restart import RestartPolicy, folders_of_saves, newest_saved, settle_checkpoint
 from lightning_recycle.launch.run_preparation import ConfiguredStrategy, PreparedRun, TrainerCall, prepare
-from lightning_recycle.launch.run_results import WHY_NO_WEIGHTS, MissingWeights, take_results
+from lightning_recycle.launch.run_results import WHY_NO_WEIGHTS, MissingWeightsGuard, take_results
 from lightning_recycle.launch.worker_group import LocalWorkerGroup, WorkerGroup
 from lightning_recycle.launch.worker_payload import Settings, ignore_deprecations_of_lightning, is_internal
 from lightning_recycle.launch.worker_process import WorkerStart, run_outside, worker_main
@@ -327,7 +327,7 @@ class SupervisorLauncher:
         self._said_how_it_ended = False
         self._has_run = False
         self._has_fitted = False
-        self._untrained: MissingWeights | None = None
+        self._missing_weights: MissingWeightsGuard | None = None
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -356,8 +356,8 @@ class SupervisorLauncher:
             name_process("recycle worker")  # for a recycle-run, too: it takes Ctrl-C from now on
         self._interrupted, self._said_how_it_ended = True, False
         call = TrainerCall(trainer, function, args, kwargs)
-        if self._untrained is not None:
-            self._untrained.check(trainer.lightning_module, call.arguments.get("ckpt_path"))
+        if self._missing_weights is not None:
+            self._missing_weights.check(trainer.lightning_module, call.arguments.get("ckpt_path"))
         run = prepare(call, self._strategy, outside, self._has_run)
         if outside is None:
             return self._supervise(run)
@@ -462,9 +462,9 @@ class SupervisorLauncher:
 
     def _note_missing_weights(self, trainer: pl.Trainer, is_one_stage: bool) -> None:
         """Remembers, and warns, if the trained weights have stayed in the workers."""
-        self._untrained = None
+        self._missing_weights = None
         if self._strategy.missing_weights is not None:
-            self._untrained = MissingWeights(trainer.lightning_module, is_one_stage)
+            self._missing_weights = MissingWeightsGuard(trainer.lightning_module, is_one_stage)
             log.warning("The model in this process is not the trained one: %s.", self._strategy.missing_weights)
 
     def _how_it_ended(self, outcome: Outcome | None) -> str:

@@ -180,25 +180,25 @@ class UserObjects:
         }
         return ObjectGraph(roots, anchors, whole, skipped, bound=(DeviceMesh,))
 
-    def pack(self, selects: Callable[[str], bool] | None, shared: bool, most_bytes: float = math.inf) -> CarriedObjects:
-        """Packs the submodules whose names ``selects`` admits; None: the whole module.
+    def pack(self, admits: Callable[[str], bool] | None, shared: bool, most_bytes: float = math.inf) -> CarriedObjects:
+        """Packs the submodules whose names it ``admits``; None: the whole module.
 
         ``shared``: with callbacks, data and the profiler; ``most_bytes``: of large data that is new in the data module.
         """
         module = self._trainer.lightning_module
         names = {id(tensor): name for name, tensor in weights_by_name(module).items()}
-        modules = {"": module} if selects is None else {n: m for n, m in module.named_modules() if selects(n)}
-        graph, skipped = self._graph(modules, selects is None, shared), set[str]()
+        modules = {"": module} if admits is None else {n: m for n, m in module.named_modules() if admits(n)}
+        graph, skipped = self._graph(modules, admits is None, shared), set[str]()
         unchanged = self._large.unchanged() if graph.large else {}  # arrays are read for it
         while new := {p: v for p, v in graph.large.items() if p.startswith("datamodule.") and id(v) not in unchanged}:
             if sum(value.nbytes for value in new.values()) <= most_bytes:
                 break
             skipped.update(".".join(re.split(r"[.\[]", path)[:2]) for path in new)
-            graph = self._graph(modules, selects is None, shared, skipped)
+            graph = self._graph(modules, admits is None, shared, skipped)
         for path in sorted(skipped):
             log.info("%s stays in the workers, as it is large.", path)
         requires_grad = {name: p.requires_grad for name, p in module.named_parameters(remove_duplicate=False)}
-        return CarriedObjects(graph.pack({**unchanged, **names}).on_cpu(), selects is None, requires_grad, shared)
+        return CarriedObjects(graph.pack({**unchanged, **names}).on_cpu(), admits is None, requires_grad, shared)
 
     def unpack(self, carried: CarriedObjects, weights: Mapping[str, Tensor]) -> None:
         """Updates this process's objects; ``weights``: for those missing in its module."""
@@ -311,7 +311,7 @@ WHY_NO_WEIGHTS = (
 """Why a process has no trained weights."""
 
 
-class MissingWeights:
+class MissingWeightsGuard:
     """Remembers that ``module`` lacks the trained weights, until they are written.
 
     ``is_one_stage``: the module is one stage of the model.

@@ -49,14 +49,14 @@ from lightning_recycle.planning.timing import (
 DEFAULT_EFFORT = 800_000
 """Operations to play: about 1 s, 0.1 s for small grids; larger ones get few rules."""
 
-_LEANING = 1.5
+_SLOWNESS_POWER = 1.5
 """Power of the workers' factors in the other distribution at unequal speeds.
 
 A slow worker gets fewer micro-batches than its speed suggests: the pipeline also waits for its single operations.
 """
 
 # Divisor of the effort for the other distribution.
-_LEANING_SHARE = 4
+_SLOWNESS_EFFORT_DIVISOR = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def heuristic(problem: Problem, effort: int = DEFAULT_EFFORT, compact_from: int 
     if not worth_compacting(problem, compact_from):
         return _plan_with_recomputation(problem, effort)
     with gc_paused():
-        by_lanes = compact(problem, _lane(lane_problem(problem), effort))
+        by_lanes = compact(problem, _plan_lane(lane_problem(problem), effort))
     if good_enough(by_lanes):
         return by_lanes
     listed = _plan_with_recomputation(problem, effort)
@@ -167,7 +167,7 @@ def _plan_without_recomputation(problem: Problem, effort: int) -> Schedule:
 
 
 @lru_cache(maxsize=32)  # about 100 kB each
-def _lane(problem: Problem, effort: int) -> Lane:
+def _plan_lane(problem: Problem, effort: int) -> Lane:
     return Lane.of(_plan_with_recomputation(problem, effort))
 
 
@@ -180,18 +180,18 @@ def _search_list_schedule(problem: Problem, effort: int) -> Schedule:
     codes = _route_codes(problem)
     if not problem.stays_home:
         first = _best_schedule(codes, effort)
-        leaning = _route_codes(problem, _LEANING)
-        if not effort or leaning.routes == codes.routes or first.period <= lower_bound(problem) * (1 + 1e-9):
+        skewed = _route_codes(problem, _SLOWNESS_POWER)
+        if not effort or skewed.routes == codes.routes or first.period <= lower_bound(problem) * (1 + 1e-9):
             return first
-        other = _best_schedule(leaning, effort // _LEANING_SHARE)
+        other = _best_schedule(skewed, effort // _SLOWNESS_EFFORT_DIVISOR)
         return other if is_better(other, first) else first
     # All pipelines are alike, so plan one.
     grid = problem.grid
-    one = _route_codes(replace(problem, grid=Grid(1, grid.stages, grid.microbatches)))
+    one_pipeline = _route_codes(replace(problem, grid=Grid(1, grid.stages, grid.microbatches)))
     sequence: list[int] = []
-    for code in _best_solution(one, effort).sequence:
-        key, number = divmod(code, grid.microbatches)
-        sequence += range(key * codes.n + number, (key + 1) * codes.n, grid.microbatches)
+    for code in _best_solution(one_pipeline, effort).sequence:
+        key, microbatch = divmod(code, grid.microbatches)
+        sequence += range(key * codes.n + microbatch, (key + 1) * codes.n, grid.microbatches)
     return assemble(codes, sequence, best_timing(codes, sequence))
 
 

@@ -14,7 +14,7 @@ stage warms up further than the one before it, which would deadlock.
 *Search*: a hill climb finds up to which stage forwards go first (*split*: early stages feed the pipeline, late stages
 the gradients), how many micro-batches the other stages have under way before they prefer backwards (*keep*), whether a
 worker waits for a backward about to arrive (*patience*), and whether the first gradient and the last micro-batches wait
-at any stage (*express*). Random changes of single stages and micro-batches follow, kept if not worse, by a seeded
+at any stage (*urgent*). Random changes of single stages and micro-batches follow, kept if not worse, by a seeded
 generator, until the goal is met or the effort is spent.
 
 *Memory descent*: an eager plan holds many times the micro-batches that its period needs, so it is searched again under
@@ -52,7 +52,7 @@ from lightning_recycle.planning.timing import (
 
 
 @dataclass(frozen=True, slots=True)
-class Express:
+class Urgency:
     """Operations that nothing may delay: first gradient and last micro-batches.
 
     The first ``first_backwards`` and the last ``last_backwards`` B are waited for, whatever else could begin. The last
@@ -67,7 +67,7 @@ class Express:
     patience: float = 0.0
 
 
-NO_EXPRESS = Express()
+NO_URGENCY = Urgency()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Rule:
     ages: Sequence[int]
     forward_first: tuple[int, ...]
     patience: tuple[float, float] = (0.0, 0.0)
-    express: Express = NO_EXPRESS
+    urgency: Urgency = NO_URGENCY
 
 
 def play_list_schedule(codes: Codes, rule: Rule, limit: Sequence[int]) -> tuple[list[int], int]:
@@ -121,7 +121,7 @@ class _ScheduleSimulation:
         self.tolerance = 1e-9 * min(positive, default=1.0)  # times that differ only by rounding are the same moment
         memory = codes.problem.memory
         self.free_memory = None if memory is None else _FreeMemory(codes, memory)
-        is_patient = any(rule.patience) or rule.express != NO_EXPRESS
+        is_patient = any(rule.patience) or rule.urgency != NO_URGENCY
         self.arrivals = _Arrivals(codes, rule, self.tolerance) if is_patient else None
         # An operation ends (its code), or its result arrives at the next stage (code + size).
         self.events: list[tuple[float, int]] = []
@@ -255,7 +255,7 @@ class _Arrivals:
     """Results under way to each worker, for which it may stay idle."""
 
     def __init__(self, codes: Codes, rule: Rule, tolerance: float) -> None:
-        self.codes, self.express, self.patience, self.tolerance = codes, rule.express, rule.patience, tolerance
+        self.codes, self.urgency, self.patience, self.tolerance = codes, rule.urgency, rule.patience, tolerance
         workers = range(codes.problem.grid.num_workers)
         self.forwards: list[list[float]] = [[] for _ in workers]
         self.backwards: list[list[float]] = [[] for _ in workers]
@@ -267,14 +267,14 @@ class _Arrivals:
 
     def is_last_forward(self, rank: int) -> bool:
         """Whether the next F is one of the last, which go before any B."""
-        return self.forwards_left[rank] <= self.express.last_forwards_first
+        return self.forwards_left[rank] <= self.urgency.last_forwards_first
 
     def are_worth_waiting_for(self, rank: int, kind: int, now: float, seconds: float, takes_forward: bool) -> bool:
         """Whether to stay idle instead of beginning an operation of so many ``seconds``."""
         forwards, backwards = self.forwards[rank], self.backwards[rank]
-        if takes_forward and forwards and self.forwards_left[rank] <= self.express.awaited:
+        if takes_forward and forwards and self.forwards_left[rank] <= self.urgency.awaited:
             idle = forwards[0] - now
-            if idle < self.express.patience * (seconds - idle) - self.tolerance:
+            if idle < self.urgency.patience * (seconds - idle) - self.tolerance:
                 return True
         if not backwards or kind not in (FORWARD, WEIGHT):
             return False
@@ -282,8 +282,8 @@ class _Arrivals:
         if kind == FORWARD and self.is_last_forward(rank):
             patience = 0.0
         elif (
-            self.backwards_begun[rank] < self.express.first_backwards
-            or self.backwards_left[rank] <= self.express.last_backwards
+            self.backwards_begun[rank] < self.urgency.first_backwards
+            or self.backwards_left[rank] <= self.urgency.last_backwards
         ):
             patience = inf
         idle = backwards[0] - now
@@ -370,7 +370,7 @@ _EXPRESS_PATIENCE = (0.3, 0.7)  # the same where forwards are awaited too
 # Of the micro-batches that a stage can send out until its first gradient comes back. 24 x 64 x 128 with 5 % failed and
 # F : B : W = 1 : 1.1 : 0.9: 3.5 % above the lower bound instead of 4.5 %.
 _KEEP = 0.85
-# What is express, of the micro-batches of a pipeline, and what is kept then, of those in a round trip. The same grid
+# What is urgent, of the micro-batches of a pipeline, and what is kept then, of those in a round trip. The same grid
 # with S in flight: 2.8 % above the lower bound instead of 6.2 %.
 _EXPRESS_BACKWARDS, _EXPRESS_FORWARDS, _AWAITED_FORWARDS, _AWAITING = 1 / 32, 0.3, 0.5, 1.6
 _EXPRESS_KEEP = 0.6087
@@ -405,7 +405,7 @@ class _Point(NamedTuple):
     split: int = 0
     patience: int = 0
     keep: int = 0
-    express: int = 0
+    urgency: int = 0
 
 
 def search(
@@ -452,7 +452,7 @@ class _RuleSearch:
         uneven = len(work) > 1 or costs.communication or problem.worker_factors
         self.patiences: tuple[tuple[float, float], ...] = _PATIENCES if uneven else _PATIENCES[:1]
         self.keeps: list[tuple[int, ...]] = [(0,) * self.stages]
-        self.expresses = [NO_EXPRESS]
+        self.urgencies = [NO_URGENCY]
         if uneven and self.stages > 1:
             trips = _round_trips(problem.costs, codes.durations)
             self.keeps.append(tuple(round(_KEEP * trip) for trip in trips))
@@ -462,9 +462,9 @@ class _RuleSearch:
             self.patiences = (*_PATIENCES, _EXPRESS_PATIENCE)
             backwards = max(1, round(_EXPRESS_BACKWARDS * grid.microbatches))
             forwards, awaited = (int(share * grid.microbatches) for share in (_EXPRESS_FORWARDS, _AWAITED_FORWARDS))
-            self.expresses += [
-                Express(backwards, backwards),
-                Express(1, backwards, forwards, awaited, _AWAITING),
+            self.urgencies += [
+                Urgency(backwards, backwards),
+                Urgency(1, backwards, forwards, awaited, _AWAITING),
             ]
         fewest = _FEWEST_PATIENT_PLAYS if uneven else _FEWEST_PLAYS
         self.plays_left = max(1 if goal else fewest, effort // operations) if effort else 1
@@ -475,7 +475,7 @@ class _RuleSearch:
         if self.has_few_plays and len(self.keeps) > 1:  # the better guess then; patience alone comes second
             short = self.limit[0] < self.keeps[1][0]
             limited = int(self.limit[0] < self.codes.n)  # without a limit the first gradient is in time anyway
-            patient = first._replace(patience=len(_PATIENCES) - 1, keep=1, express=limited)
+            patient = first._replace(patience=len(_PATIENCES) - 1, keep=1, urgency=limited)
             first = self._awaiting_point if short else patient
         if first_rule is not None:
             self._try(first_rule)
@@ -523,11 +523,11 @@ class _RuleSearch:
     @property
     def _awaiting_point(self) -> _Point:
         """Where forwards are awaited: best where memory holds them back."""
-        return _Point(0, len(self.patiences) - 1, len(self.keeps) - 1, len(self.expresses) - 1)
+        return _Point(0, len(self.patiences) - 1, len(self.keeps) - 1, len(self.urgencies) - 1)
 
     def _template(self, point: _Point) -> Rule:
         forward_first = self.limit[: point.split] + self.keeps[point.keep][point.split :]
-        return Rule(self.ages, forward_first, self.patiences[point.patience], self.expresses[point.express])
+        return Rule(self.ages, forward_first, self.patiences[point.patience], self.urgencies[point.urgency])
 
     def _climb(self, current: _Point) -> None:
         """Improves the numbers of a point, already played, one by one from a few starts."""
@@ -551,7 +551,7 @@ class _RuleSearch:
             *(_Point(split) for split in (0, stages // 2, stages, 1)),
             # The last: where memory is short, keeping changes nothing, and plays are better spent on the others.
             *(_Point(patience=patient[-1], keep=keep) for keep in range(1, len(self.keeps))),
-            *((self._awaiting_point,) if len(self.expresses) > 1 else ()),
+            *((self._awaiting_point,) if len(self.urgencies) > 1 else ()),
         ):
             better(start)
         while any(better(point) for point in self._neighbours(current)):
@@ -563,7 +563,7 @@ class _RuleSearch:
         yield from (point._replace(split=split) for split in sorted(splits, key=lambda split: abs(split - point.split)))
         yield from (point._replace(patience=patience) for patience in range(len(self.patiences)))
         yield from (point._replace(keep=keep) for keep in range(len(self.keeps)))
-        yield from (point._replace(express=express) for express in range(len(self.expresses)))
+        yield from (point._replace(urgency=urgency) for urgency in range(len(self.urgencies)))
 
     def _changed(self, rule: Rule) -> Rule:
         """``rule`` with random changes, or a random template, or micro-batches shuffled."""

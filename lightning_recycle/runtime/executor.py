@@ -51,9 +51,9 @@ class Executor:
         self.client, self.communicator, self._callbacks = runner.client, runner.communicator, runner.callbacks
         tied = {tie.stages for tie in runner.ties.ties}
         self.before_operation, self.after_operation = runner.before_operation, runner.after_operation
-        self._moving = LayerMoves(layers, tied, self.grid, self.worker, self.client, self.communicator)
-        self._joining = False
-        self._has_own_exception = False  # an exception was judged to be the user's own
+        self._layer_moves = LayerMoves(layers, tied, self.grid, self.worker, self.client, self.communicator)
+        self._is_joining = False
+        self._has_users_exception = False  # an exception was judged to be the user's own
         self.communicator.on_progress = self.client.progressed
         self.communicator.waiting = self.client.waiting
         self.client.on_interrupt = self.communicator.abort  # ends whatever the main thread exchanges with others
@@ -127,19 +127,19 @@ class Executor:
                 except Interrupted:
                     recover = True
                 except CommunicationError as error:
-                    self._await_verdict(error)
+                    self._report_broken_link(error)
                     recover = True
                 except Exception as error:
-                    if not self._is_undone():
+                    if not self._is_attempt_void():
                         with readers_may_die():
-                            self._await_another_try(error)
+                            self._raise_unless_repeated(error)
                     recover = True
                 else:
                     self.client.leave_hook()
                     self.client.doing(self.version, "hooks and callbacks")
                     return result
 
-    def _is_undone(self) -> bool:
+    def _is_attempt_void(self) -> bool:
         """Whether a new generation voids this attempt, such as after a wrong speculation."""
         try:
             if not self.runner.attempt.cannot_repeat:
@@ -148,7 +148,7 @@ class Executor:
             return True
         return False
 
-    def _await_verdict(self, error: CommunicationError) -> None:
+    def _report_broken_link(self, error: CommunicationError) -> None:
         """Reports broken communication to the coordinator and waits for its verdict."""
         if not self.client.interrupted:
             log.debug("Worker %s: %s", self.worker, error)
@@ -156,30 +156,30 @@ class Executor:
             self.client.send(messages.Broken(self.client.rank, self.client.generation, str(error), unreachable))
             self.client.await_announcement(_ANNOUNCEMENT_TIMEOUT)
 
-    def _is_users_error(self, error: Exception, place: tuple[int, str], exact: bool) -> bool:
+    def _await_error_verdict(self, error: Exception, place: tuple[int, str], exact: bool) -> bool:
         """Whether ``error`` is the user's own; does not return if this worker is evicted.
 
         ``place``: the step and operation that raised it; ``exact``: whether this worker can do the same again. The
         coordinator decides if a fault of the machine may explain the error.
         """
-        if not self._has_own_exception:
-            self._has_own_exception = not self._callbacks.is_suspect(error) or self.client.await_verdict(
+        if not self._has_users_exception:
+            self._has_users_exception = not self._callbacks.is_suspect(error) or self.client.await_verdict(
                 *place, error, exact=exact, sticky=is_device_error(error)
             )
-        return self._has_own_exception
+        return self._has_users_exception
 
-    def _await_another_try(self, error: Exception) -> None:
+    def _raise_unless_repeated(self, error: Exception) -> None:
         """Returns if the work that raised ``error`` is to be repeated; else raises it."""
         # What the optimizer and the hooks of its step have done cannot be undone, nor what was reported to others.
-        data = self.runner.attempt.reads_from
-        exact = not self.runner.attempt.cannot_repeat and (data is None or data.can_read_again)
-        if self._is_users_error(error, self.runner.attempt.place, exact):
+        source = self.runner.attempt.reads_from
+        exact = not self.runner.attempt.cannot_repeat and (source is None or source.can_read_again)
+        if self._await_error_verdict(error, self.runner.attempt.place, exact):
             raise error
         step, operation = self.runner.attempt.place
         log.warning("Worker %s does %s of step %d once more after %r.", self.worker, operation, step, error)
         self.client.await_announcement(_ANNOUNCEMENT_TIMEOUT)
-        if data is not None:
-            data.read_again()
+        if source is not None:
+            source.read_again()
 
     # ------------------------------------------------------------------ forward only
 
@@ -241,7 +241,7 @@ class Executor:
             self.runner.attempt.place = (self.version, "self(x)")
             self.client.doing(self.version, "self(x)")
             output = self._forwards.run_value(value, draw)
-            answer = (deliver(output),) if self._forwards.leads_last else None
+            answer = (deliver(output),) if self._forwards.leads_last_stage else None
             return self._exchange("output of self(x)", answer)
 
         answers = self._retry(attempt)
@@ -253,21 +253,21 @@ class Executor:
 
     def _enters_hook(self) -> bool:
         """Whether the next collective is a hook's, which all siblings have reached."""
-        if self.runner.attempt.computes or self._joining or self.client.joining:
+        if self.runner.attempt.computes or self._is_joining or self.client.joining:
             return False
         self.client.enter_hook()
         return True
 
     def _lose_sibling(self, error: CommunicationError) -> NoReturn:
         """Ends this worker in a hook whose collective broke, as a sibling is gone."""
-        self._await_verdict(error)
+        self._report_broken_link(error)
         self.client.resign(f"cannot go on in a hook, where a collective of its position broke ({error})")
 
     # ------------------------------------------------------------------ a failure
 
     def join(self) -> None:
         """Enters a running training at a step boundary, with a peer's state."""
-        self._joining = True
+        self._is_joining = True
         self.client.wait_to_enter()
         self.regroup()
 
@@ -281,7 +281,7 @@ class Executor:
         Does not return if a fault of the machine may explain it and others go on without this worker.
         """
         with readers_may_die():
-            self._is_users_error(error, (OUTSIDE, place_of(error)), exact=False)
+            self._await_error_verdict(error, (OUTSIDE, place_of(error)), exact=False)
 
     def _recover(self) -> None:
         """Enters the announced generation, and carries out its decision.
@@ -293,7 +293,7 @@ class Executor:
         runner = self.runner
         runner.before_recovery()
         announced = self.client.enter_generation()
-        version = -1 if self._joining else self.version
+        version = -1 if self._is_joining else self.version
         if runner.reduced and (runner.verifier.leaves_open(self.version) or announced.unproven == self.version):
             runner.forget_gradient()
         status = messages.WorkerStatus(
@@ -301,10 +301,10 @@ class Executor:
         )
         self.client.doing(self.version, "recovery", _RECOVER)
         runner.attempt.place = (self.version, "recovery")
-        resume = self.client.report_and_wait(status, runner.payload, self._moving.cuts)
+        resume = self.client.report_and_wait(status, runner.payload, self._layer_moves.cuts)
         if resume.generation > 0:
             self._callbacks.on_recovery(resume.decision.version, bool(resume.decision.ahead))
-        if not self._joining and (bundle := self._moving.install_layout(resume.cuts)) is not None:
+        if not self._is_joining and (bundle := self._layer_moves.install_layout(resume.cuts)) is not None:
             runner.replace_layers(bundle)
         self._connect(resume, announced)
         with self.client.busy("taking over from the last leader"):  # loggers and progress bars are the user's
@@ -354,7 +354,7 @@ class Executor:
     def _exchange_layers(self, resume: messages.Resume) -> None:
         """Exchanges layers with other stages, and waits for the generation that uses them."""
         self.client.doing(self.version, "layers", _RECOVER)
-        self._moving.exchange(resume)
+        self._layer_moves.exchange(resume)
         self.client.send(messages.Reached(self.client.rank, resume.generation, messages.Milestone.LAYERS_HELD))
         self.client.await_announcement(_LAYERS_TIMEOUT)
         raise Interrupted
@@ -366,21 +366,21 @@ class Executor:
         positions, plane = self.runner.positions, self.runner.positions.member(self.client.rank)
         stages = {rank: positions.stage(rank) for rank in resume.roster if positions.member(rank) == plane}
         peers = [rank for rank, stage in stages.items() if stage == self.worker.stage]
-        leads = positions.column_leaders(resume.roster)
+        leaders = positions.column_leaders(resume.roster)
         self.runner.stage_leaders = {
-            column // positions.members: rank for column, rank in leads.items() if rank in stages
+            column // positions.members: rank for column, rank in leaders.items() if rank in stages
         }
         program = self._in_plane(program)
         tie_rosters = {
             tied: [rank for rank, stage in stages.items() if stage in tied]
-            for tied in self._moving.tied_stages(resume.cuts)
+            for tied in self._layer_moves.tied_stages(resume.cuts)
             if self.worker.stage in tied
         }
         rank = self.client.rank
         exchanges: list[tuple[int, ...]] = [*resume.donors.items()]
         if resume.vote is not None:
             exchanges += [(resume.vote.recorder, voter) for voter in resume.vote.voters]
-        transfers = {other for pair in exchanges if rank in pair for other in pair} | self._moving.partners(resume)
+        transfers = {other for pair in exchanges if rank in pair for other in pair} | self._layer_moves.partners(resume)
         with self.client.waiting("connections"):
             self.communicator.configure(
                 resume.generation,
@@ -405,17 +405,17 @@ class Executor:
                 with self.client.waiting("the transfer of state"):
                     for rank in action.ranks:
                         if rank in resume.strangers:
-                            self._moving.send_all_layers(rank)
+                            self._layer_moves.send_all_layers(rank)
                         send_object(self.communicator, snapshot, rank)
             case recovery.Take():
                 if self.client.rank in resume.strangers:
-                    self.runner.replace_layers(self._moving.receive_all_layers(action.donor, resume.cuts))
+                    self.runner.replace_layers(self._layer_moves.receive_all_layers(action.donor, resume.cuts))
                 with self.client.waiting("the transfer of state"):
                     snapshot = receive_object(self.communicator, action.donor)
                 with self.client.busy("taking over the state"):
                     self._callbacks.restore_snapshot(snapshot)
                 self.version = resume.decision.version
-                self._joining = False
+                self._is_joining = False
                 self.client.send(messages.Reached(self.client.rank, resume.generation, messages.Milestone.ENTERED))
             case recovery.Apply():
                 with self.runner.stage.as_in_training(), self.client.busy("STEP", OpKind.STEP.value):
@@ -457,7 +457,7 @@ class Forwards:
         for task in self.runner.program:
             if task.op.kind is OpKind.FORWARD and task.op.microbatch is not None:
                 sizes[task] = loader.num_samples(handle, task.op.microbatch)
-                for part in self._alternatives(task.op.microbatch):
+                for part in self._microbatches_to_try(task.op.microbatch):
                     if loader.num_samples(handle, part):
                         reads[task] = part
                         break
@@ -480,38 +480,38 @@ class Forwards:
                     inputs = self.communicator.receive(incoming[task])
             output = self.runner.stage.evaluate(version, task.index, inputs, target)
             if self._is_last:
-                made = record(output, target, sizes[task])
+                output_record = record(output, target, sizes[task])
                 if sizes[task]:
-                    recorded[task.index] = made
+                    recorded[task.index] = output_record
             if task.destination is not None:
                 self.communicator.send(Channel.ACTIVATIONS, output, task.destination, task.index)
         self.communicator.end_step()
         self.runner.stage.clear()
         return recorded
 
-    def _alternatives(self, microbatch: Microbatch) -> Iterator[Microbatch]:
+    def _microbatches_to_try(self, microbatch: Microbatch) -> Iterator[Microbatch]:
         """``microbatch``, then those of the other workers of its position."""
         first = microbatch.pipeline - self._part
         for shift in range(self._parts):
             yield replace(microbatch, pipeline=first + (self._part + shift) % self._parts)
 
     @property
-    def leads_last(self) -> bool:
+    def leads_last_stage(self) -> bool:
         """Whether this worker speaks for the last stage."""
         return self._is_last and self.runner.stage_leaders[self.runner.worker.stage] == self.client.rank
 
     def run_value(self, value: Any, draw: int) -> Any:
         """Runs this stage on ``value``, if this worker speaks for it, and passes it on."""
-        stage, leads = self.runner.worker.stage, self.runner.stage_leaders
-        if leads[stage] != self.client.rank:
+        stage, leaders = self.runner.worker.stage, self.runner.stage_leaders
+        if leaders[stage] != self.client.rank:
             return None
         inputs = value
         if stage > 0:
-            incoming = self.communicator.post_receive(Channel.ACTIVATIONS, leads[stage - 1], self._value_tag)
-            with self.client.waiting(f"worker {self.runner.positions.name(leads[stage - 1])}"):
+            incoming = self.communicator.post_receive(Channel.ACTIVATIONS, leaders[stage - 1], self._value_tag)
+            with self.client.waiting(f"worker {self.runner.positions.name(leaders[stage - 1])}"):
                 inputs = self.communicator.receive(incoming)
         output = self.runner.stage.run(self.runner.version, draw, inputs, value)
         if not self._is_last:
-            self.communicator.send(Channel.ACTIVATIONS, output, leads[stage + 1], self._value_tag)
+            self.communicator.send(Channel.ACTIVATIONS, output, leaders[stage + 1], self._value_tag)
         self.runner.stage.clear()
         return output

@@ -257,8 +257,8 @@ class Checkpoints(StageStates):
         changed: dict[str, tuple[Any, ...]] = {name: () for name in before if name not in weights}
         changed |= {name: (v,) for name, v in weights.items() if name not in before or mark_of(v) != before[name][1]}
 
-        def changes(selects: Callable[[str], bool]) -> dict[str, tuple[Any, ...]]:
-            return to_cpu({name: value for name, value in changed.items() if selects(name)})  # type: ignore[no-any-return]
+        def changes(includes: Callable[[str], bool]) -> dict[str, tuple[Any, ...]]:
+            return to_cpu({name: value for name, value in changed.items() if includes(name)})  # type: ignore[no-any-return]
 
         reports = self.collectives.gather_stages(
             "state dict after hooks",

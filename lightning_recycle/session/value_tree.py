@@ -468,7 +468,7 @@ class ValueTree:
                 yield from self._walk_modules(f"{prefix}.{name}" if prefix else name, child, seen)
 
     def _add_cell(self, cell: _Cell, pending: list[tuple[CellPath, Any]]) -> None:
-        """Adds ``cell`` and its tensors; ``pending`` gets the values to look into, by path."""
+        """Adds ``cell`` and its tensors; ``pending`` gets the values to look into."""
         self._cells[cell.path] = cell
         self._paths.setdefault(id(cell.container), cell.path)
         items = list(cell.items())

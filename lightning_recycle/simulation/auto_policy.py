@@ -1,8 +1,8 @@
-"""Auto: at every change the way to go on that trains most until the next one.
+"""Auto: at every change the deployment that trains most until the next one.
 
-The ways are re-routing, moving workers (the effect of merging pipelines), moving layers, and both, from the planner
-that a run asks (:func:`~lightning_recycle.planning.layouts.plan_layout`). The training of each until the next
-change is
+The deployments come from re-routing, moving workers (the effect of merging pipelines), moving layers, and both, from
+the planner that a run asks (:func:`~lightning_recycle.planning.layouts.plan_layout`). The training of each until the
+next change is
 
     (seconds until the next change - seconds of the stop) / seconds of a step
 
@@ -49,7 +49,7 @@ Range = tuple[int, int]  # first layer, last + 1
 
 
 @dataclass(frozen=True)
-class _Way:
+class _Deployment:
     """A candidate: layers of each slot, workers of each stage, and its judged step."""
 
     choice: str
@@ -61,20 +61,20 @@ class _Way:
 
 @dataclass(frozen=True)
 class _PolicyState:
-    """Memory of the policy: way in force, slots of workers, failures so far."""
+    """Memory of the policy: deployment in force, slots of workers, failures so far."""
 
-    way: _Way | None
+    deployment: _Deployment | None
     held: tuple[tuple[int, int], ...]
     record: FailureRecord
     time: float
 
     def ranges(self) -> dict[int, Range]:
-        return {} if self.way is None else {worker: self.way.slots[slot] for worker, slot in self.held}
+        return {} if self.deployment is None else {worker: self.deployment.slots[slot] for worker, slot in self.held}
 
 
 @dataclass(frozen=True)
 class Auto(Policy):
-    """The best way at every change: re-routing, moving workers, layers, or both.
+    """The best deployment at every change: re-routing, moving workers, layers, or both.
 
     Assumptions:
 
@@ -100,7 +100,7 @@ class Auto(Policy):
 
     def begin(self, context: Context, live: frozenset[int]) -> Reaction:
         state = _PolicyState(None, (), FailureRecord(), 0.0)
-        return Reaction(self._fresh(context, state, self._workers(context, state, live)))
+        return Reaction(self._restart_configuration(context, state, self._workers(context, state, live)))
 
     def react(self, context: Context, current: Configuration, trigger: Trigger) -> Reaction | None:
         before = current.layout
@@ -112,23 +112,23 @@ class Auto(Policy):
         if not broken and len(alive) == len(workers):
             return None
         record = before.record.after(len(held), max(0.0, trigger.time - before.time), len(alive) < len(held))
-        state = _PolicyState(before.way, before.held, record, trigger.time)
+        state = _PolicyState(before.deployment, before.held, record, trigger.time)
         if not held or not is_covered(alive.values(), layer_costs(context.model).layers):
-            found = self._fresh(context, state, workers)
+            found = self._restart_configuration(context, state, workers)
             if not found.running and not held:
                 return None
             return self.restarted(context, found, broken=broken, trained=bool(held))
         pauses = self.regrouping(len(workers), broken=broken)
         standing = sum(pause.seconds for pause in pauses)
         until = record.next_change(len(workers))
-        best: tuple[float, _Way | None, dict[int, int], float] = (-math.inf, None, {}, 0.0)
-        if not broken and before.way is not None:
-            best = (until / before.way.step.period, None, {}, 0.0)  # the others wait
-        for way in self._ways(context, state, alive, workers):
-            assigned, copying = _assigned(context.model, alive, way, workers)
-            trained = (until - standing - copying - way.step.fill) / way.step.period
+        best: tuple[float, _Deployment | None, dict[int, int], float] = (-math.inf, None, {}, 0.0)
+        if not broken and before.deployment is not None:
+            best = (until / before.deployment.step.period, None, {}, 0.0)  # the others wait
+        for deployment in self._deployments(context, state, alive, workers):
+            assigned, copying = _assign_slots(context.model, alive, deployment, workers)
+            trained = (until - standing - copying - deployment.step.fill) / deployment.step.period
             if trained > best[0]:
-                best = (trained, way, assigned, copying)
+                best = (trained, deployment, assigned, copying)
         _, chosen, assigned, copying = best
         if chosen is None:
             return None
@@ -137,44 +137,44 @@ class Auto(Policy):
         )
         return self.regrouped(found, len(workers), broken=broken, transfer=copying)
 
-    # -- the ways -------------------------------------------------------------------------------------------------
+    # -- deployments -------------------------------------------------------------------------------------------------
 
-    def _ways(
+    def _deployments(
         self,
         context: Context,
         state: _PolicyState,
         alive: Mapping[int, Range],
         workers: Sequence[int],
-    ) -> Iterator[_Way]:
-        """The ways to go on that may be the best."""
-        model, way = context.model, state.way
+    ) -> Iterator[_Deployment]:
+        """The deployments that may be the best."""
+        model, deployment = context.model, state.deployment
         full = model.pipelines * model.stages
         free = len(workers) - len(alive)
-        cuts = _even(model) if way is None else way.cuts
+        cuts = _fault_free_cuts(model) if deployment is None else deployment.cuts
         counts: tuple[int, ...] | None = None
-        if way is not None:
+        if deployment is not None:
             left = Counter(alive.values())
             held = [(part.start, part.stop) for part in held_ranges(cuts)]
-            counts = _filled(tuple(left[layers] for layers in held), free, model.pipelines)
+            counts = _fill_stages(tuple(left[layers] for layers in held), free, model.pipelines)
         if counts is None or min(counts) < 1:
-            counts = _filled((0,) * model.stages, len(workers), model.pipelines)
+            counts = _fill_stages((0,) * model.stages, len(workers), model.pipelines)
         if min(counts) < 1:
             return
-        for found in _moving(model, self.technique, self.effort, len(workers)):
+        for found in _moved_deployments(model, self.technique, self.effort, len(workers)):
             moved = ("layers", "reroute") if found.counts == counts else ("both", "workers")
-            stays = found.cuts == cuts or (found.cuts == _even(model) and len(workers) == full)
+            stays = found.cuts == cuts or (found.cuts == _fault_free_cuts(model) and len(workers) == full)
             yield replace(found, choice=moved[stays])
-        yield from _staying(model, self.technique, self.effort, cuts, counts)
+        yield from _rerouted_deployments(model, self.technique, self.effort, cuts, counts)
 
-    def _fresh(self, context: Context, state: _PolicyState, workers: Sequence[int]) -> Configuration:
-        """The way with the shortest step, everything loaded."""
+    def _restart_configuration(self, context: Context, state: _PolicyState, workers: Sequence[int]) -> Configuration:
+        """The deployment with the shortest step, everything loaded."""
         empty = _PolicyState(None, (), state.record, state.time)
-        ways = list(self._ways(context, empty, {}, workers)) if workers else []
-        if not ways:
+        deployments = list(self._deployments(context, empty, {}, workers)) if workers else []
+        if not deployments:
             return stopped("too few workers", empty)
-        way = min(ways, key=lambda each: each.step.period)
-        held = tuple(zip(sorted(workers), range(len(way.slots)), strict=False))
-        return self._configuration(context, _PolicyState(way, held, state.record, state.time))
+        deployment = min(deployments, key=lambda each: each.step.period)
+        held = tuple(zip(sorted(workers), range(len(deployment.slots)), strict=False))
+        return self._configuration(context, _PolicyState(deployment, held, state.record, state.time))
 
     # -- workers and configurations -------------------------------------------------------------------------------
 
@@ -187,19 +187,19 @@ class Auto(Policy):
         return tuple(sorted(chosen))
 
     def _configuration(self, context: Context, state: _PolicyState) -> Configuration:
-        model, way = context.model, state.way
-        assert way is not None
+        model, deployment = context.model, state.deployment
+        assert deployment is not None
         gone = model.pipelines * model.stages - len(state.held)
-        label = f"{way.choice}, {gone} failed" if gone else "all work"
-        return replace(self.running(context, label, way.step, len(state.held), state), choice=way.choice)
+        label = f"{deployment.choice}, {gone} failed" if gone else "all work"
+        return replace(self.running(context, label, deployment.step, len(state.held), state), choice=deployment.choice)
 
 
-def _even(model: TrainingModel) -> tuple[int, ...]:
+def _fault_free_cuts(model: TrainingModel) -> tuple[int, ...]:
     """The bounds of the fault-free split."""
     return even_cuts(layer_costs(model).layers, model.stages)
 
 
-def _filled(counts: tuple[int, ...], free: int, most: int) -> tuple[int, ...]:
+def _fill_stages(counts: tuple[int, ...], free: int, most: int) -> tuple[int, ...]:
     """Workers of each stage when idle ones join the barest stages."""
     found = list(counts)
     for _ in range(free):
@@ -216,32 +216,32 @@ def _problem(model: TrainingModel, technique: Technique, cuts: Bounds, counts: t
 
 
 @lru_cache(maxsize=16384)
-def _staying(
+def _rerouted_deployments(
     model: TrainingModel, technique: Technique, effort: int, cuts: Bounds, counts: tuple[int, ...]
-) -> tuple[_Way, ...]:
+) -> tuple[_Deployment, ...]:
     """Re-routing alone: where layers move, workers that move alone bring nothing."""
-    return _planned(model, technique, effort, cuts, counts, "layers stay")
+    return _planned_deployments(model, technique, effort, cuts, counts, "layers stay")
 
 
 @lru_cache(maxsize=4096)
-def _moving(model: TrainingModel, technique: Technique, effort: int, live: int) -> tuple[_Way, ...]:
+def _moved_deployments(model: TrainingModel, technique: Technique, effort: int, live: int) -> tuple[_Deployment, ...]:
     """The layouts for so many workers, the fault-free cuts among them.
 
     Costs of a change hardly depend on the current cuts.
     """
-    counts = _filled((0,) * model.stages, live, model.pipelines)
-    return _planned(model, technique, effort, _even(model), counts, unmovable(model))
+    counts = _fill_stages((0,) * model.stages, live, model.pipelines)
+    return _planned_deployments(model, technique, effort, _fault_free_cuts(model), counts, unmovable(model))
 
 
-def _planned(
+def _planned_deployments(
     model: TrainingModel,
     technique: Technique,
     effort: int,
     cuts: Bounds,
     counts: tuple[int, ...],
     fixed: str,
-) -> tuple[_Way, ...]:
-    """Ways that the planner of a run finds, whether or not they pay."""
+) -> tuple[_Deployment, ...]:
+    """Deployments that the planner of a run finds, whether or not they pay."""
     costs = layer_costs(model)
     try:
         plan = plan_layout(
@@ -261,29 +261,29 @@ def _planned(
             stages = list(zip(held, counts, strict=True))
             # As ranks are numbered, so that the workers of a node belong to different stages.
             slots = tuple(held for d in range(model.pipelines) for held, count in stages if d < count)
-            found.append(_Way(candidate.way, slots, candidate.judgement, candidate.cuts, counts))
+            found.append(_Deployment(candidate.way, slots, candidate.judgement, candidate.cuts, counts))
     return tuple(found)
 
 
 # -- who gets what --------------------------------------------------------------------------------------------------
 
 
-def _assigned(
-    model: TrainingModel, held: Mapping[int, Range], way: _Way, workers: Sequence[int]
+def _assign_slots(
+    model: TrainingModel, held: Mapping[int, Range], deployment: _Deployment, workers: Sequence[int]
 ) -> tuple[dict[int, int], float]:
     """A slot for each worker, and the seconds of the copies."""
     state = tuple(map(round, layer_costs(model).state_bytes))
     before = tuple(accumulate(state, initial=0))  # bytes of the layers before each one
     full = model.pipelines * model.stages
-    if len(workers) == full and way.cuts == _even(model):
-        assigned = _at_home(workers, full)
+    if len(workers) == full and deployment.cuts == _fault_free_cuts(model):
+        assigned = _home_slots(workers, full)
     else:
-        assigned = _nearest(before, held, way.slots, workers)
+        assigned = _nearest_slots(before, held, deployment.slots, workers)
     most = 0
     lacking: Counter[int] = Counter()  # copies of each layer
     for worker, slot in assigned.items():
-        layers, own = way.slots[slot], held.get(worker, (0, 0))
-        most = max(most, _lacking(before, own, layers))
+        layers, own = deployment.slots[slot], held.get(worker, (0, 0))
+        most = max(most, _missing_bytes(before, own, layers))
         lacking.update(layer for layer in range(*layers) if not own[0] <= layer < own[1])
     if not most:
         return assigned, 0.0
@@ -293,7 +293,7 @@ def _assigned(
     return assigned, model.transfer_seconds(max(float(most), sends) / before[-1])
 
 
-def _at_home(workers: Sequence[int], full: int) -> dict[int, int]:
+def _home_slots(workers: Sequence[int], full: int) -> dict[int, int]:
     """The slots of the start.
 
     Workers that fail together often come back together; in vacant places, mostly in the barest stages, the next such
@@ -305,7 +305,7 @@ def _at_home(workers: Sequence[int], full: int) -> dict[int, int]:
     return {worker: worker for worker in home} | dict(zip(others, vacant, strict=True))
 
 
-def _nearest(
+def _nearest_slots(
     before: Sequence[int], held: Mapping[int, Range], slots: Sequence[Range], workers: Sequence[int]
 ) -> dict[int, int]:
     """Slots with little to copy: workers choose in the order of their lacks."""
@@ -313,7 +313,7 @@ def _nearest(
     for number, layers in enumerate(slots):
         free.setdefault(layers, []).append(number)
     pairs = sorted(
-        (_lacking(before, held.get(worker), layers), worker, layers) for worker in workers for layers in free
+        (_missing_bytes(before, held.get(worker), layers), worker, layers) for worker in workers for layers in free
     )
     assigned: dict[int, int] = {}
     for _, worker, layers in pairs:
@@ -322,7 +322,7 @@ def _nearest(
     return assigned
 
 
-def _lacking(before: Sequence[int], held: Range | None, wanted: Range) -> int:
+def _missing_bytes(before: Sequence[int], held: Range | None, wanted: Range) -> int:
     """Bytes of the layers ``wanted`` that are not ``held``.
 
     ``before``: bytes of all layers before each one.

@@ -74,13 +74,14 @@ def _to_worker(kind: type[_T]) -> type[_T]:
 
 
 class StepState(Enum):
-    """State of a worker in a step, and the events that end it.
+    """State of a worker in a step, and the acts of that worker which change it.
 
-    - RUNNING: REDUCE over, `Adopt`: REDUCED; `Take`: the committed version
-    - REDUCED: STEP (with `StepLoss`, and `Committed` if stages commit), `Apply`: APPLIED; STEP before all reports:
-      SPECULATIVE; `Forget`, step not proven: RUNNING
-    - SPECULATIVE: `Committed`, if right; else `Undo`, a new generation and `Confirm`, which steps again: APPLIED
-    - APPLIED: none: it is RUNNING in the next step; with `Serve` it computes from the shadow for others
+    - RUNNING: REDUCE, `Adopt` (if it lacks the gradient): REDUCED; `Take`: RUNNING in the committed step
+    - REDUCED: STEP with `StepLoss` (and `Committed`, if stages commit), `Apply`: APPLIED; STEP without the `Committed`
+      that it needs: SPECULATIVE; `Forget`, `enter` a generation that drops the step: RUNNING
+    - SPECULATIVE: `confirm` with a `Committed` that allows the step, `Confirm`: APPLIED; `undo`, if it does not: the
+      same, and `Confirm` of the next generation makes STEP again
+    - APPLIED: `begin` the next step: RUNNING there; `Serve`, from the shadow: the same
     """
 
     RUNNING = "it does not yet hold its stage's complete gradient; what it has computed may be dropped"

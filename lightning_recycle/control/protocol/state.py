@@ -506,12 +506,14 @@ class SaveState(_Updatable):
 
 
 class Standing(Enum):
-    """State of a rank for the coordinator, and the events that end it.
+    """State of a rank for the coordinator, and the events that change it.
 
-    - AWAITED: `Joined`: LIVE; `Returned`: LIVE or JOINING, as before; `StartDue`, `Lost`: VACANT
-    - LIVE: `Lost`, dismissed, `released` with a sibling, `left`: VACANT or BARRED; coordinator started again: AWAITED
-    - JOINING: `Reached` ENTERED, `Report` with a state: LIVE; otherwise as LIVE
-    - READY: `Reached` AT_BOUNDARY of all: JOINING; `Lost`: VACANT
+    - AWAITED: `Joined`: LIVE; `Returned`: LIVE or JOINING, as before the restart; `StartDue` (each stage has enough
+      others), `Lost`: VACANT
+    - LIVE: `Lost` (its own or a sibling's): BARRED if a member of its position was dismissed twice, else VACANT;
+      `Leave` (its own or a sibling's), then `Reached` AT_BOUNDARY of the last live rank: VACANT; `Restart`: AWAITED
+    - JOINING: `Reached` ENTERED, or `Report` of the last live rank (its own has a version): LIVE; else as LIVE
+    - READY: `Reached` AT_BOUNDARY of the last live rank: JOINING, with its whole position; `Lost`, `Restart`: VACANT
     - BARRED: none
     - VACANT: `Ready`: READY
     """
