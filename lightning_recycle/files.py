@@ -209,11 +209,7 @@ def temporary_path(path: str | PathLike[str], purpose: str = "writing") -> Path:
 
 
 def put_in_place(new: Path, path: str | PathLike[str]) -> None:
-    """Renames ``new`` to ``path``, and deletes what had that name.
-
-    Raises:
-        OSError: when the file system refuses; the old content then has its name.
-    """
+    """Renames ``new`` over ``path``; after an OSError the old content has its name."""
     path = Path(path)
     aside = _aside(path)
     if not _is_folder(new) and not _is_folder(path):
@@ -234,11 +230,7 @@ def put_in_place(new: Path, path: str | PathLike[str]) -> None:
 
 
 def put_in_place_if_left(temporary: str | PathLike[str], path: str | PathLike[str]) -> None:
-    """:func:`put_in_place`, for a writer that is gone and may have done it.
-
-    Raises:
-        OSError: when the file system refuses.
-    """
+    """:func:`put_in_place` for a writer that is gone, which may have done it."""
     if os.path.lexists(temporary):
         put_in_place(Path(temporary), path)
 

@@ -197,11 +197,7 @@ _PARSING = threading.Lock()
 
 
 def read_script(source: str | bytes) -> MainModule:
-    """A script with this source, as workers see it.
-
-    Raises:
-        SyntaxError: if it is no Python.
-    """
+    """A script with this source, as workers see it; SyntaxError if it is no Python."""
     with _PARSING:
         statements = ast.parse(source).body
     guards = [statement for statement in statements if isinstance(statement, ast.If) and _asks_for_main(statement.test)]

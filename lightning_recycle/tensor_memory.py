@@ -134,11 +134,7 @@ def memory_address(tensor: Tensor) -> int:
 
 
 def take_apart(value: Any, is_apart: Callable[[Tensor], bool] = lambda tensor: True) -> tuple[bytes, list[Tensor]]:
-    """Pickles ``value`` without the tensors for which ``is_apart``, and these.
-
-    Raises:
-        Exception: whatever an object raises that cannot be pickled.
-    """
+    """Pickles ``value`` without the tensors for which ``is_apart``; returns both."""
     tensors: dict[int, Tensor] = {}
     numbers: dict[int, int] = {}
 
@@ -322,7 +318,6 @@ def checksum(values: Iterable[Any]) -> bytes:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The tensor's bits as a vector of integers."""
     tensor = local_part(tensor.detach())
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()

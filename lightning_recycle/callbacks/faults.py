@@ -327,11 +327,7 @@ def hang() -> None:
 
 
 def deadlock() -> None:
-    """Blocks the calling thread in Python; other threads and signal handlers go on.
-
-    Raises:
-        InjectedFaultError: if the process was not ended for an hour.
-    """
+    """Blocks this thread, and no other, in Python; InjectedFaultError after an hour."""
     lock = threading.Lock()
     lock.acquire()
     lock.acquire(timeout=_DEADLOCK_SECONDS)

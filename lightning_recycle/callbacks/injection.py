@@ -110,11 +110,7 @@ class FaultInjectionCallback(pl.Callback):
         self._injector: _Injector | None = None
 
     def check(self, positions: Positions) -> None:
-        """Starts the clock of the trace, in the launching process, before workers start.
-
-        Raises:
-            ConfigurationError: for a fault outside ``positions``.
-        """
+        """Starts the trace's clock; ConfigurationError for faults outside ``positions``."""
         self._launched = time.time()
         grid = positions.grid
         for fault in self.faults:
@@ -181,9 +177,7 @@ class _Injector:
     Args:
         faults: faults of all workers that are the same member of their position; this process picks its own when it
             first acts.
-        agenda: timed failures of this process.
         strategy: strategy of this process. Without an executor this is not a worker, and nothing ever happens.
-        rank: this process's place in the grid.
     """
 
     def __init__(self, faults: Sequence[Fault], agenda: Agenda, strategy: Any, rank: int) -> None:

@@ -54,11 +54,7 @@ class Scenario:
 
 
 def scenario_from(config: Mapping[str, Any]) -> Scenario:
-    """The scenario for the settings of ``conf/simulation/simulate.yaml``.
-
-    Raises:
-        ConfigurationError: when a value is impossible.
-    """
+    """The scenario for these settings; ConfigurationError for an impossible value."""
     model = model_from(config["model"])
     settings, schedule = config["policy"], config["schedule"]
     if schedule is not None and "schedule" in settings:
@@ -79,11 +75,7 @@ def scenario_from(config: Mapping[str, Any]) -> Scenario:
 
 
 def model_from(settings: Mapping[str, Any]) -> simulation.TrainingModel:
-    """The model for the settings; the catalogue fills in what is null.
-
-    Raises:
-        ConfigurationError: when a value is impossible.
-    """
+    """The model, nulls from the catalogue; ConfigurationError for an impossible value."""
     changes = {name: value for name, value in settings.items() if value is not None}
     name = changes.pop("name")
     choice(*GPUS).checked("", "model.gpu", settings["gpu"])

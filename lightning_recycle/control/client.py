@@ -240,7 +240,6 @@ class ControlClient(ActivityRecorder):
             # The receiver thread sees it, too, and looks for the next one.
 
     def enter_generation(self) -> messages.Regroup:
-        """Enters the newest announced generation and returns its announcement."""
         with self._changed:
             return self.member.enter()
 
@@ -265,10 +264,7 @@ class ControlClient(ActivityRecorder):
             )
 
     def wait_to_enter(self) -> None:
-        """Reports that this worker is set up, and waits until it may enter.
-
-        :meth:`enter_generation` comes next.
-        """
+        """Reports that this worker is set up, and waits until it may enter."""
         self.send(messages.Ready(self.rank))
         self._wait(lambda: self.interrupted or None, "a step boundary to enter at")
         self.member.joining = False
@@ -483,7 +479,6 @@ class ControlClient(ActivityRecorder):
     # ------------------------------------------------------------------ beside the training
 
     def send_parcel(self, to: int, batch: int, key: str, value: Any) -> None:
-        """Sends ``value`` to worker ``to`` under ``key``, for checkpoint batch ``batch``."""
         self.send(messages.Parcel(self.rank, to, batch, key, pack((value,))))
 
     def receive_parcel(self, sender: int, batch: int, key: str, since: int, is_wanted: Callable[[], bool]) -> Any:

@@ -312,10 +312,7 @@ def different(name: str, subject: str) -> str:
 
 
 def compare(facts: Iterable[Sequence[Mapping[str, Any]]]) -> None:
-    """Compares the workers' facts of each loader; ConfigurationError if they differ.
-
-    None is not compared.
-    """
+    """ConfigurationError if facts of a loader differ between workers; None fits all."""
     by_worker = list(facts)
     if len({len(loaders) for loaders in by_worker}) > 1:
         raise ConfigurationError(different("What returns the DataLoaders", "numbers of DataLoaders"))

@@ -57,10 +57,7 @@ class _AddressedDataset(Dataset[Any]):
         self.dataset, self.seed = dataset, seed
 
     def read(self, addresses: Sequence[Address], reseed: Callable[[int], None] | None) -> list[AddressedSample]:
-        """The samples at ``addresses``.
-
-        ``reseed``: called with each sample's seed; None: reads without seeding.
-        """
+        """The samples at ``addresses``; ``reseed``, if given, gets the seed of each."""
         samples = []
         for round_seed, index in addresses:
             if reseed is not None:
@@ -375,10 +372,7 @@ class MicrobatchLoader(SampleLoader):
         return bool(self.dataloader.num_workers > 0 and context.get_start_method() != "fork")
 
     def take_over(self, state: dict[str, Any]) -> None:
-        """Takes over a donor's :meth:`joining_state`.
-
-        Raises ConfigurationError if this worker's dataset gives other samples.
-        """
+        """Takes over a :meth:`joining_state`; ConfigurationError if samples differ here."""
         self._orders, self._drawn_rounds = dict(state["orders"]), state["draws"] if state["orders"] else None
         self._state_before, self._restored_state = state["before"], state["restored"]
         self._sampler_state.load(state["sampler"])
@@ -458,7 +452,6 @@ class MicrobatchLoader(SampleLoader):
         return False
 
     def _start_prefetching(self, epoch: int, first_step: int) -> None:
-        """Starts processes that read this worker's part from ``first_step`` on."""
         microbatches = [Microbatch(self._pipeline, m) for m in range(self.grid.microbatches)]
         self._prefetch_end = (first_step // self._num_steps + 1) * self._num_steps
         steps = range(first_step, self._prefetch_end)
@@ -468,7 +461,6 @@ class MicrobatchLoader(SampleLoader):
         self._prefetcher = zip(keys, loader, strict=False)
 
     def _reader_processes(self, epoch: int, batches: Any, num_processes: int, **options: Any) -> DataLoader[Any]:
-        """A loader of ``batches`` of addresses with ``num_processes`` processes like the user's."""
         return DataLoader(
             self._addressed_dataset,
             batch_sampler=batches,

@@ -29,10 +29,7 @@ from lightning_recycle.torch_internals import tree_leaves, tree_map
 
 
 def sliced(batch: Any, number: int, count: int) -> Any:
-    """Part ``number`` of ``count`` equal parts of a batch, along the first dimension.
-
-    Raises ConfigurationError for a batch without a clear division.
-    """
+    """Part ``number`` of ``count`` of a batch (dimension 0), or ConfigurationError."""
     if count == 1:
         return batch
     for leaf in tree_leaves(batch):

@@ -339,10 +339,7 @@ class Agent:
     # ------------------------------------------------------------------ the main thread
 
     def run(self) -> int:
-        """Runs all tasks to their end; returns the exit status.
-
-        In the main thread it listens to signals.
-        """
+        """Runs all tasks to their end, hearing signals; returns the exit status."""
         before: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
             # SIGUSR2 is submitit's warning; Ctrl-C is not for the background job of a script, which ignores it.

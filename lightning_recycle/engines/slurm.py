@@ -117,10 +117,7 @@ class Meeting:
         return self._path.with_name(f"{self._path.name}.finished")
 
     def announce(self, address: tuple[str, int], key: str) -> None:
-        """Announces the coordinator to all tasks; called by its host.
-
-        Raises ConfigurationError if the folder cannot be written to.
-        """
+        """Announces the coordinator to all tasks; ConfigurationError if that fails."""
         try:
             os.stat(self._folder)  # it is not made here: others would not see it
             with replacing(self._path, mode=0o600) as file:
@@ -132,10 +129,7 @@ class Meeting:
             ) from error
 
     def wait(self, seconds: float) -> tuple[tuple[str, int], str]:
-        """The coordinator's address and the key, once task 0 has announced them.
-
-        Raises ConfigurationError after ``seconds``.
-        """
+        """Address and key, once announced within ``seconds``; else ConfigurationError."""
         deadline = time.monotonic() + seconds
         while (text := self._read()) is None:
             if time.monotonic() > deadline:

@@ -85,10 +85,7 @@ def port_range(environ: Mapping[str, str] = os.environ) -> range | None:
 
 
 def connect_seconds(environ: Mapping[str, str] = os.environ) -> float:
-    """Seconds for reaching the coordinator; 0 for not at all.
-
-    Raises ConfigurationError if ``RECYCLE_CONNECT_SECONDS`` is no such number.
-    """
+    """Seconds for reaching the coordinator; 0: not at all. Raises ConfigurationError."""
     text = environ.get("RECYCLE_CONNECT_SECONDS", "60")
     try:
         seconds = float(text)

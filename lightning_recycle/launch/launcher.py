@@ -239,7 +239,6 @@ class RunAttempt:
         return {rank: process for rank, process in started.items() if rank not in self._group.without_room}
 
     def _start_worker(self, rank: int, incarnation: int, joining: bool = True) -> WorkerProcess:
-        """Starts the worker of position ``rank``."""
         incarnation += self._number * INCARNATIONS_PER_START  # what happened to a position once has happened
         address = self._coordinator.address
         if self._setup.outsiders and address[0] in _ALL_INTERFACES:

@@ -205,10 +205,7 @@ def _newest_last(trainer: pl.Trainer) -> Path | None:
 
 
 def _check_or_replace(path: Any, checkpoint_io: CheckpointIO, take_older: bool) -> Any:
-    """The checkpoint ``path`` if whole; with ``take_older``, else the newest one.
-
-    Raises CheckpointError if there is none.
-    """
+    """``path`` if whole, with ``take_older`` the newest whole one; or CheckpointError."""
     local = local_path(path)
     existing = None if local is None else restored(local)
     if existing is None or not take_older:

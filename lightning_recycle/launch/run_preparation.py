@@ -139,10 +139,7 @@ class PreparedRun:
         return sizes[0] * self.setup.batch_pipelines if len(sizes) == 1 and sizes[0] is not None else None
 
     def find_profile(self) -> tuple[Path | None, Profile | None]:
-        """The profile's path, and its content if present.
-
-        Raises ConfigurationError for another number of stages.
-        """
+        """Path and content of the profile; ConfigurationError for other numbers of stages."""
         wanted, grid = self.options.planning.profile, self.setup.grid
         if wanted is None:
             return None, None

@@ -88,10 +88,7 @@ class WorkerGroup(ABC):
 
     @abstractmethod
     def start(self, argument: Any, name: str) -> WorkerHandle:
-        """Starts a worker; callable from any thread.
-
-        Raises WorkerStartError if the run is over, or workers cannot be started from here.
-        """
+        """Starts a worker, from any thread; WorkerStartError if that is impossible."""
 
     @abstractmethod
     def attend(self, coordinator: Coordinator) -> None:

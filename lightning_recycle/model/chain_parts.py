@@ -200,7 +200,6 @@ class ChainParts(ModelParts):
         return [(_FirstStage if self._is_first else _LastStage)(self, step, name)]
 
     def around(self) -> Mapping[str, nn.Module]:
-        """The modules around the layers, by path."""
         return {path: part for path, part in self.module.named_modules() if self.chain.holds(path) is None}
 
     @override

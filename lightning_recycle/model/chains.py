@@ -133,10 +133,7 @@ def _is_whole(module: nn.Module, one: str, other: str) -> bool:
 
 
 def _largest_container(module: nn.Module, num_stages: int) -> list[str]:
-    """The container with most parameters, as a list of one path.
-
-    Raises ConfigurationError if there is none, or no clear one.
-    """
+    """[path of the container with most parameters]; ConfigurationError if unclear."""
     kind = type(module).__name__
     sizes = {path: size for path, size in _containers(module, "", num_stages) if size}
     if not sizes:

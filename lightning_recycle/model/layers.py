@@ -182,11 +182,7 @@ class LayerSpec:
         self.cls, self.args, self.kwargs = cls, args, kwargs
 
     def build(self, index: int, seed: int) -> nn.Module:
-        """Builds the layer.
-
-        Raises:
-            ConfigurationError: if the constructor fails or does not return a module.
-        """
+        """Builds the layer; ConfigurationError if that fails, or it is no module."""
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(derive_seed(seed, index))
             try:

@@ -73,7 +73,6 @@ class ModelParts:
         """Finds the parts."""
 
     def cut(self, num_stages: int, partition: Partition) -> tuple[range, ...]:
-        """The parts of each stage; arguments as of ``layer_ranges``."""
         assert num_stages == 1, "with several stages a module has other parts"
         return (range(1),)
 
@@ -131,7 +130,6 @@ class ModelParts:
         return ()
 
     def modules(self, run: Run, owned: range, recorder: StepRecorder) -> Sequence[nn.Module]:
-        """Modules that run the parts ``owned``, in order."""
         if run == "forward":
             return []
         if run == "training":
@@ -171,7 +169,6 @@ class ModelParts:
 
     @property
     def records_training(self) -> bool:
-        """Whether :meth:`record_training` is wanted."""
         return True
 
     def record_training(self, recorder: StepRecorder, output: Any, target: Any, samples: int) -> bytes:

@@ -159,7 +159,6 @@ def _plan_with_recomputation(problem: Problem, effort: int) -> Schedule:
 
 
 def _plan_without_recomputation(problem: Problem, effort: int) -> Schedule:
-    """As :func:`_plan_with_recomputation`, without recomputation."""
     if problem.stays_home and not problem.technique.split_backward:
         return one_f_one_b(problem)
     with gc_paused():

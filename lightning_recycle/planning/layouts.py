@@ -149,7 +149,6 @@ class Candidate:
     """One way to go on, in numbers.
 
     Args:
-        way: which one.
         cuts: bounds of the stages; of a refused way, the current ones.
         problem: the problem to plan for it; of a refused way, that of re-routing.
         period: predicted seconds of a step.

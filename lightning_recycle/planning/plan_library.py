@@ -285,7 +285,6 @@ class PlanLibrary:
         return self.path / f"{_digest([PLAN_SCHEMA, __version__, _described(self.planner), known])}-{details}{_SUFFIX}"
 
     def _exact(self, problem: Problem) -> PlanResult | None:
-        """The plan made for ``problem``, on its workers."""
         found = self._read(self._path(problem))
         return None if found is None else _adapted(found, problem)
 

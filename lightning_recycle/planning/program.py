@@ -171,7 +171,6 @@ def _reduce(operations: Sequence[ScheduledOp]) -> ScheduledOp:
 
 
 def _after_reduce(operations: Sequence[ScheduledOp]) -> float:
-    """Seconds of a worker's operations after REDUCE."""
     return sum(one.duration for one in operations[operations.index(_reduce(operations)) + 1 :])
 
 

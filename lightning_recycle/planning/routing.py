@@ -317,8 +317,6 @@ def reroute(
     """For each stage, the worker that runs each of the D * M micro-batches there.
 
     Args:
-        grid: the grid.
-        failed: the dead workers.
         factors: factors by which a worker's operations take longer; 1 for workers not named.
 
     Raises:

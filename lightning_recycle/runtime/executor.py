@@ -211,10 +211,7 @@ class Executor:
         return {index: data for _, (_, part) in sorted(parts.items()) for index, data in part.items()}
 
     def _exchange(self, name: str, contribution: Any) -> Mapping[int, Any]:
-        """Exchanges ``contribution`` with all live workers.
-
-        Raises Interrupted if a new generation begins first.
-        """
+        """Exchanges ``contribution`` with all live workers; Interrupted by a generation."""
         attempt = self.runner.attempt
         before, attempt.cannot_repeat = attempt.cannot_repeat, True  # with this part the others may go on
         try:
@@ -497,7 +494,6 @@ class Forwards:
 
     @property
     def leads_last_stage(self) -> bool:
-        """Whether this worker speaks for the last stage."""
         return self._is_last and self.runner.stage_leaders[self.runner.worker.stage] == self.client.rank
 
     def run_value(self, value: Any, draw: int) -> Any:

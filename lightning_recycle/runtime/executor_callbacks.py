@@ -171,7 +171,6 @@ class SpeculativeCommits:
         return enough and self._hold(_GROWTH * norm_of({**others, self._column: own_payload}))
 
     def was_right(self, reports: Mapping[int, CommitPayload]) -> bool:
-        """Whether speculating on a step that all have reported was right."""
         return self._hold(norm_of(reports))
 
     def report(self, step: int, payload: CommitPayload | None, speculative: bool) -> None:

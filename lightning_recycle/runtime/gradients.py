@@ -245,7 +245,6 @@ class GradientBuffers:
         return [*(buffer for each in (*self._sets, *lent) for buffer in each.buffers), *beside]
 
     def _ids_in_buffers(self) -> set[int]:
-        """The ids of gradients that lie in buffers."""
         sets = self._sets if self._lent is None else [*self._sets, self._lent]
         return {id(grad) for each in sets for _, grad, _ in each.pairs}
 

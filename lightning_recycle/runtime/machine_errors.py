@@ -62,10 +62,7 @@ def is_machine_error(error: BaseException) -> bool:
 
 
 def suspicion_of(machine_errors: MachineErrors) -> Callable[[BaseException], bool]:
-    """Predicate of suspected exceptions, by ``RecoveryOptions(machine_errors=...)``.
-
-    Raises ConfigurationError for a name that stands for no exception.
-    """
+    """Predicate of exceptions named in ``machine_errors``; or ConfigurationError."""
     if callable(machine_errors):
         predicate = machine_errors
         return lambda error: not isinstance(error, ReCycleError) and bool(predicate(error))
@@ -102,7 +99,6 @@ def readers_may_die() -> Iterator[None]:
 
 
 def _with_causes(error: BaseException) -> Iterator[BaseException]:
-    """``error`` and its causes, in order."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:

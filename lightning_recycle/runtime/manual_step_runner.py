@@ -333,7 +333,6 @@ class Lockstep:
         return coroutine.meet(_Met(what, contribution, combine))  # type: ignore[no-any-return]
 
     def run(self, bodies: Sequence[Callable[[], _T]]) -> list[_T]:
-        """Runs all of ``bodies``; returns their results."""
         if len(bodies) == 1:
             return [bodies[0]()]
         coroutines = [_Coroutine(body, number) for number, body in enumerate(bodies)]

@@ -319,7 +319,6 @@ class _OwnPart:
         return run
 
     def _fill(self, target: Any, source: Any) -> None:
-        """Fills ``target`` from ``source``: tensors, or lists of them."""
         if isinstance(target, list):
             for item, one in zip(target, source if isinstance(source, list) else [source] * len(target), strict=False):
                 self._fill(item, one)

@@ -202,7 +202,6 @@ class LayerMoves:
         return {other for transfer in transfers for other in (transfer.donor, transfer.receiver) if other != rank}
 
     def exchange(self, resume: Resume) -> None:
-        """Exchanges layers with other workers, for the layout ``resume.becomes``."""
         received = []
         with self._client.waiting("layers of other stages"):
             for transfer in self._transfers(resume.becomes, resume.roster):

@@ -373,13 +373,11 @@ class StepMeasurements:
                     _link(lambda size: exchange(-1, size, False))
 
     def applied(self, step: int, facts: messages.Facts) -> messages.Applied:
-        """The report of ``step``, which was applied."""
         measured = self.timings.take_step()
         seconds, peak = dict(self.timings.seconds), devices.peak_bytes(self._device)
         return messages.Applied(self._client.rank, step, seconds, measured, facts, peak)
 
     def report(self) -> None:
-        """Sends complete measurements after an applied step."""
         first_steps, rank = self.first_steps, self._client.rank
         if first_steps is None:
             return

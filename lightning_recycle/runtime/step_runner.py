@@ -185,7 +185,6 @@ class StepRunner:
         self._recorder: Verifier | None = None  # if micro-batches of this attempt are recorded
 
     def replace_layers(self, bundle: StageBundle) -> None:
-        """Continues with the layers of ``bundle``, after this stage's layers have moved."""
         self.gradients.give_back()
         for parameter, grad in bundle.moved_gradients.items():
             parameter.grad = grad
@@ -502,10 +501,7 @@ class StepRunner:
     # ------------------------------------------------------------------ a recovery
 
     def adopt(self, step: int, donor: int, lacks: bool, is_committed: bool) -> None:
-        """Broadcasts the reduced gradient of ``step`` from ``donor`` within the stage.
-
-        Who ``lacks`` it is REDUCED afterwards.
-        """
+        """Broadcasts the gradient of ``step`` from ``donor``; who ``lacks`` it is REDUCED."""
         with self.client.waiting("a gradient"):
             for buffer in self.gradients.of_step(step):
                 self.communicator.end_collective(self.communicator.begin_collective(buffer, source=donor))
@@ -513,7 +509,6 @@ class StepRunner:
             self.payload, self.reduced = self._commit_payload(step), True
 
     def forget_gradient(self) -> None:
-        """Forgets that the gradient of the running step is reduced, and its report."""
         self.reduced, self.payload = False, None
 
     def before_recovery(self) -> None:
@@ -547,7 +542,6 @@ class StepRunner:
     # ------------------------------------------------------------------ small things
 
     def _layer_tensors(self) -> Iterable[Tensor]:
-        """This worker's tensors for its layers between two steps."""
         shadow = [] if self._shadow is None else self._shadow.on(self._device)
         return chain(self._parameters, self.gradients.tensors(), shadow)
 

@@ -124,7 +124,6 @@ class GradientsApart:
                 parameter.grad = usual
 
     def add(self) -> None:
-        """Adds the separate gradients to the earlier ones."""
         pairs = zip(self._usual, self._apart, self._clean, strict=True)
         written = [(usual, apart) for (_, usual), apart, clean in pairs if _writes(apart) > clean]
         if written:
@@ -329,7 +328,6 @@ class Verifier:
                 self._give_up("what its layers are given cannot be sent to another worker")
 
     def record_output(self, task: Task, output: Any, loss: Tensor | float | None) -> None:
-        """Records the forward's ``output``, and on the last stage its ``loss``."""
         if (record := self._records.get(task.index)) is not None:
             made = [*tensors_of(output), None if loss is None else float(loss)]
             record.sums[_OUTPUT] = checksum(made)
@@ -341,7 +339,6 @@ class Verifier:
             self._own_gradients.begin()
 
     def record_backward(self, task: Task, grads: Any, input_grads: Any) -> None:
-        """Records the backward from ``grads`` to ``input_grads``."""
         if (record := self._records.get(task.index)) is not None:
             made = tensors_of(input_grads)
             record.grads = mapped(grads, _copy)

@@ -131,7 +131,6 @@ class ValueLayout:
         return cls(is_tuple, tuple(tensors), has_note), packed
 
     def views(self, message: Tensor) -> list[Tensor | None]:
-        """The tensors packed in ``message`` (bytes), as views of it."""
         found: list[Tensor | None] = []
         offset = HEADER_BYTES
         for item in self.tensors:
@@ -155,7 +154,6 @@ class ValueLayout:
         return tuple(tensors[: len(tensors) - self.has_note]) if self.is_tuple else tensors[0]
 
     def note(self, tensors: Sequence[Tensor | None]) -> bytes:
-        """The note among these tensors; empty if there is none."""
         last = tensors[-1] if self.has_note else None
         return b"" if last is None else last.cpu().numpy().tobytes()
 

@@ -525,7 +525,6 @@ class Checkpoints(StageStates):
             (names.add if exists else names.discard)(name)
 
     def link(self, target: str, path: str) -> None:
-        """Makes the checkpoint ``path`` a link to the one at ``target``."""
         if self._joins or os.path.abspath(target) == os.path.abspath(path):
             return
         self._note_existence(path)
@@ -804,7 +803,6 @@ class Checkpoints(StageStates):
             raise CheckpointError(failure.text)
 
     def deliver_result(self, stage_result: Callable[[], Any], leader_result: Callable[[], Any]) -> None:
-        """Delivers the ``stage_result`` of each column and the leader's ``leader_result``."""
         positions, rank = self.collectives.positions, self.collectives.rank
         while True:
             result = None

@@ -362,7 +362,6 @@ class RunSetup:
     """Settings that all workers of a run share.
 
     Args:
-        parts: the layers of each stage.
         batch_pipelines: the number of pipelines that the DataLoader's ``batch_size`` was meant for, as in
             :attr:`data_grid`.
         outsiders: whether some workers' processes may go on afterwards: all workers then exchange the whole model at

@@ -317,10 +317,7 @@ class ManualSteps:
     def run(
         self, step: int, microbatches: Sequence[ManualStepMicrobatch], exchange: ManualStepRunner, step_path: StepPath
     ) -> list[tuple[float, bytes]]:
-        """Runs the step for the micro-batches of this worker.
-
-        Returns the loss of each (NaN if it has none), and its effects for all workers.
-        """
+        """Runs the step for the micro-batches: of each the loss (NaN: none) and effects."""
         self._exchange, self._step_path = exchange, step_path
         self._counted = [microbatch.counts for microbatch in microbatches]
         self._is_together = self._in_backward = False
@@ -508,7 +505,6 @@ class ManualSteps:
 
 
 def _replace_until_exit(stack: ExitStack, owner: Any, name: str, value: partial[Any]) -> None:
-    """Replaces an attribute of ``owner`` itself until the end of ``stack``."""
     attributes = vars(owner)
     if name in attributes:
         stack.callback(setattr, owner, name, attributes[name])

@@ -158,8 +158,6 @@ class MicrobatchChanges:
     Attributes:
         names: the attributes whose lists steps have extended.
         keeps_shares: whether hooks of evaluations have changed a number or tensor that stays on the worker.
-        changed: the attributes that they have changed.
-        by_microbatch: the values of places, by the index of their micro-batch.
         next_microbatch: index of the micro-batch whose training step is about to run as a whole; None for other code.
     """
 
@@ -413,7 +411,6 @@ class MicrobatchChanges:
         target.extend(self._load(effect.items, tree))
 
     def _remember(self, cell_key: CellKey, on_step: bool = True) -> None:
-        """Remembers what a place holds before a step changes it."""
         if on_step and cell_key not in self._replaced[0]:
             self._replaced[0][cell_key] = self._copy_of(cell_key)
 

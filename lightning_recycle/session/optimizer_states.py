@@ -249,8 +249,7 @@ def split_optimizer_state(
 ) -> dict[str, Any]:
     """The part of ``merged`` for ``stage``; inverts :func:`merge_optimizer_states`.
 
-    Raises:
-        ConfigurationError: if a group does not have as many parameters as the stages together.
+    Raises ConfigurationError unless a group has as many parameters as the stages together.
     """
     if len(merged["param_groups"]) != len(names[stage]):
         raise ConfigurationError(

@@ -103,7 +103,6 @@ class OutputRecorder:
         return list(self._metrics.values())
 
     def metrics_by_path(self) -> dict[str, Metric]:
-        """The recorded metrics, by their names in the module or paths."""
         self._follow_metrics()
         return dict(self._metrics)
 

@@ -305,7 +305,6 @@ def keep_files(loggers: Iterable[Logger]) -> None:
 
 
 def _flush(logger: Logger) -> None:
-    """Flushes the logger's writer to its file, if it can."""
     if isinstance(logger, CSVLogger):
         logger.save()
     flush = getattr(getattr(logger, "experiment", None), "flush", None)

@@ -113,7 +113,6 @@ class Session:
         restore_class(self.module)
 
     def at_fault_point(self, point: str, step: int) -> None:
-        """Calls hooks of fault injection at ``point`` of the run, before ``step``."""
         for hook in self.at_point:
             hook(point, step)
 

@@ -228,7 +228,6 @@ class StageBuilder:
         return Executor(runner, layers)
 
     def manual_executor(self, ties: StageTies, callbacks: ExecutorCallbacks) -> tuple[Executor, ManualSteps]:
-        """The executor of a module with manual optimization, and its steps."""
         context = self._context
         if verify := context.options.verification.verify:
             rank_zero_warn(
@@ -396,13 +395,11 @@ class _LayerMeter:
         self._handles = [layer.register_forward_pre_hook(self._before), layer.register_forward_hook(self._after)]
 
     def end(self) -> None:
-        """Restores the layer."""
         for handle in self._handles:
             handle.remove()
 
     @property
     def seconds(self) -> float:
-        """The median seconds of a forward."""
         return float(statistics.median(self._seconds or [0.0]))
 
     def _before(self, _: nn.Module, inputs: Any) -> None:
@@ -453,10 +450,7 @@ class StageLayers:
         return shared | {tie.stages for tie in self._parts.ties(held_ranges(cuts))}
 
     def layout_of(self, sizes: Sequence[float]) -> Cuts:
-        """The layout in which the stages have ``sizes`` layers.
-
-        Raises ConfigurationError if there is none, or layers cannot move.
-        """
+        """Layout with ``sizes`` layers by stage; ConfigurationError if impossible."""
         cuts = (0, *(rounded(bound) for bound in accumulate(sizes)))
         if not is_layout(cuts, len(self.cuts) - 1) or cuts[-1] != self.cuts[-1]:
             raise ConfigurationError(
@@ -609,7 +603,6 @@ def _regroup(
     by_name: Mapping[str, nn.Parameter],
     states: Mapping[str, Any],
 ) -> None:
-    """Sets the parameters in the groups of ``optimizer``, in the order of ``names``."""
     for group, members in zip(optimizer.param_groups, names, strict=True):
         group["params"] = list(dict.fromkeys(by_name[name] for name in members if name in by_name))
     group_parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}

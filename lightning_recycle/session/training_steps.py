@@ -69,16 +69,12 @@ class TrainingSteps:
     """The training steps of one worker, and the executor's questions to its process.
 
     Args:
-        parts: the user's module, cut into stages.
         preemption: signals that ask the worker to leave or the run to end.
         at_fault_point: called with a point of the run ("recovery", "checkpoint") and the step, for fault injection.
 
     Attributes:
-        loaders: the steps' data.
-        ties: the parameters that stages share.
         layers: this stage's layers as they move; None if they may not.
         manual: the steps of manual optimization; None without it.
-        worker_state: takes and restores this worker's state.
     """
 
     _handle: StepHandle  # of the current step
@@ -176,7 +172,6 @@ class TrainingSteps:
         self.checkpoints.weights.prune_by(seed)
 
     def agree_to_stop(self, place: StopPlace) -> None:
-        """Agrees with all workers on ``trainer.should_stop`` at ``place``."""
         self._stop_requests.agree(place, self.executor.version, self._after_step)
 
     def enter_training(self) -> None:
@@ -245,10 +240,7 @@ class TrainingSteps:
         return self.executor.runner.gradients.held()
 
     def _follow_parameters(self) -> None:
-        """Follows a change of the module's or optimizer's parameters.
-
-        Raises UnsupportedFeatureError for a change with several stages.
-        """
+        """Follows changed parameters; UnsupportedFeatureError with several stages."""
         if self.parts.optimizes_itself:
             return
         named = trained_by_name(self.module, self._optimizers)
@@ -483,7 +475,6 @@ class ProgressSnapshot:
 
     @classmethod
     def of(cls, trainer: pl.Trainer) -> ProgressSnapshot:
-        """The snapshot of the step that the loops of ``trainer`` are in."""
         loop = trainer.fit_loop
         steps = loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
         return cls(steps.completed, loop.epoch_progress.current.completed, loop.epoch_loop.batch_progress.current.ready)

@@ -458,7 +458,6 @@ class ValueTree:
         self._copies_fit_budget = nbytes <= _WATCHED_BYTES + 2 * sum(parameter.nbytes for parameter in trained.values())
 
     def _walk_modules(self, prefix: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
-        """All modules of the tree, each once."""
         seen.add(id(module))
         yield prefix, module
         for name, child in modules_of(module).items() if self._with_submodules else ():
@@ -524,10 +523,7 @@ class ValueTree:
             self._tree_is_stale |= not isinstance(value, (*_ATOMS, Tensor))
 
     def reference(self, value: Any) -> CellPath | None:
-        """The path of a module or cell, for other workers; None for other objects.
-
-        Raises TypeError for a module that is not in the tree.
-        """
+        """Path of a module or cell, else None; TypeError for a module not in the tree."""
         path = self._paths.get(id(value))
         if path and self.referent(path) is value:
             return path

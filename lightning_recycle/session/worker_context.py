@@ -192,10 +192,7 @@ class WorkerCollectives(StageGroup):
 
     @override
     def gather_all(self, name: str, value: Any) -> Mapping[int, Any]:
-        """The values of all live workers, by rank.
-
-        Raises UnsupportedFeatureError in code that sees one micro-batch.
-        """
+        """Values of all live workers, by rank; UnsupportedFeatureError in a micro-batch."""
         if self.is_in_step():
             raise UnsupportedFeatureError(
                 "A step, or a hook that sees outputs, waits for all workers (all_gather, reduce, broadcast or barrier);"
@@ -275,10 +272,7 @@ class WorkerCollectives(StageGroup):
         return all(decisions) if all_agree else any(decisions)
 
     def by_leader(self, name: str, action: Callable[[], Any]) -> Any:
-        """The result of ``action`` in the leader, on all workers.
-
-        Raises UnsupportedFeatureError in a joining worker, which is alone.
-        """
+        """The leader's result of ``action``; UnsupportedFeatureError while joining alone."""
         if self.client.joining:
             raise UnsupportedFeatureError(ALONE.format(what=f"It asks the leader for {name}"))
         while True:
@@ -344,7 +338,6 @@ class WorkerContext:
 
     @property
     def device_name(self) -> str:
-        """Name of the device on its machine."""
         return f"{self.device.type}:{self.place.device}"
 
     @property
@@ -361,7 +354,6 @@ class WorkerContext:
         return global_seed() if self.options.seed is None else self.options.seed
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """The context of the precision plugin around each forward."""
         return self.trainer.strategy.precision_plugin.train_step_context() or nullcontext()
 
 

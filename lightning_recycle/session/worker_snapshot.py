@@ -241,7 +241,6 @@ class WorkerState:
         return snapshot.saves
 
     def _restore_objects(self, snapshot: WorkerSnapshot) -> TrainingParts:
-        """Restores the donor's objects as they were when it took the snapshot."""
         trainer, module = self._trainer, self._module
         take_pruned_form(module, snapshot.weights)
         training = TrainingParts(trainer)

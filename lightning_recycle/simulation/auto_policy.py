@@ -146,7 +146,6 @@ class Auto(Policy):
         alive: Mapping[int, Range],
         workers: Sequence[int],
     ) -> Iterator[_Deployment]:
-        """The deployments that may be the best."""
         model, deployment = context.model, state.deployment
         full = model.pipelines * model.stages
         free = len(workers) - len(alive)
@@ -195,7 +194,6 @@ class Auto(Policy):
 
 
 def _fault_free_cuts(model: TrainingModel) -> tuple[int, ...]:
-    """The bounds of the fault-free split."""
     return even_cuts(layer_costs(model).layers, model.stages)
 
 

@@ -340,7 +340,6 @@ class SimulatedRun:
     # -- what comes next ------------------------------------------------------------------------------------------
 
     def _next_tick(self) -> int:
-        """The tick of the next event."""
         ticks = [self.end]
         if self.pauses:
             ticks.append(self.pauses[-1][1])

@@ -431,7 +431,6 @@ class _Frame:
         return self.top + self.height
 
     def px(self, value: float) -> float:
-        """Pixel of an x value."""
         return self.left + self.x.part(value) * self.width
 
     def py(self, value: float) -> float:

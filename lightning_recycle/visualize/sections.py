@@ -172,7 +172,6 @@ class _Scene(NamedTuple):
 
     @property
     def title(self) -> str:
-        """The picture's title."""
         schedule = f", {setting_text('schedule', self.schedule)}" if self.schedule else ""
         return f"{self.model}, batch {self.batch:,}{schedule}"
 
@@ -284,7 +283,6 @@ def _by_interval(records: Sequence[Record]) -> Section | None:
 
 
 def _failed_fractions(records: Sequence[Record]) -> Section | None:
-    """Runs in which a fraction of the nodes has failed."""
     own = _with_failures(records, "FailedFraction")
     fractions = sorted({float(record["failures"]["settings"]["part"]) for record in own}.difference({0.0}))
     if not fractions:

@@ -141,7 +141,6 @@ class Reception:
 
     @property
     def has_returned(self) -> bool:
-        """Whether a worker has returned."""
         return any(isinstance(first, messages.Returned) for _, first in self._callers)
 
     def look(self) -> None:
@@ -205,7 +204,6 @@ class Admission:
     ``readmission``: None if there was no earlier coordinator.
 
     Attributes:
-        has_met: whether a worker was admitted.
         has_ended_before: whether the run had ended under an earlier coordinator: returning workers learn how.
     """
 

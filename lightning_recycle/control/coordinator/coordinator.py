@@ -236,10 +236,7 @@ class Coordinator:
 
     @property
     def is_deserted(self) -> bool:
-        """Whether all workers have gone before the run began; no other may enter then.
-
-        Callable from any thread.
-        """
+        """Whether all left before the run began, so that none may enter; thread-safe."""
         return self._is_deserted
 
     def _all_have_left(self) -> bool:

@@ -589,10 +589,7 @@ class FailureDetector:
         return Sign(cause, passed, limit, self._options.patience)
 
     def _usual_seconds(self, rank: int, kind: str, seconds: Mapping[int, Mapping[str, float]]) -> float | None:
-        """The usual seconds of an operation.
-
-        An operation that is new to the plan takes at most twice as long as the longest.
-        """
+        """Usual seconds of an operation; twice the longest if it is new to the plan."""
         usual_seconds = seconds.get(self._positions.stage(rank), {})
         if rank not in self._have_applied or not usual_seconds:
             return None

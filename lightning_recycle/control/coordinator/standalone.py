@@ -274,7 +274,6 @@ def _checked(options: argparse.Namespace) -> Settings:
 
 
 def _flag(name: str) -> str:
-    """The flag of a setting."""
     return f"--{_FLAGS[name].name.replace('_', '-')}"
 
 

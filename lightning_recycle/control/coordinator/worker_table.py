@@ -289,7 +289,6 @@ class Vacancies:
         return now >= self._not_before.get(rank, now)
 
     def start(self, rank: int, is_first: bool = False) -> None:
-        """Starts a process for ``rank``."""
         assert self._start_worker is not None
         self._restarts += not is_first
         self._starting.add(rank)

@@ -327,7 +327,6 @@ class History:
         step: int | None = None,
         seconds: float | None = None,
     ) -> None:
-        """Adds an event unchanged."""
         worker, host, pid = None, None, None
         if rank is not None:
             position = state.positions.position(rank)
@@ -468,7 +467,6 @@ class Digest:
     """Sums over the events of a run on ``positions`` positions that began at ``now``.
 
     Attributes:
-        counts: the number of events of each kind.
         events: the newest ones that are no steps, the oldest first; ``failures``: likewise.
         suspected: by position, since when a worker that is waited for is silent or stuck, and why.
         step: the newest committed step; -1 if there is none; ``loss``: its mean, if known.

@@ -85,10 +85,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def install_if_wanted() -> bool:
-    """Makes this process log JSON if ``RECYCLE_LOG`` is ``json``; returns whether so.
-
-    Raises ConfigurationError for any other value.
-    """
+    """Logs JSON if ``RECYCLE_LOG`` is ``json``; ConfigurationError for other values."""
     wanted = os.environ.get("RECYCLE_LOG", "text")
     if wanted not in ("json", "text"):
         remedy = "use json for lines of JSON, or text, the default"

@@ -79,10 +79,7 @@ class Monitor:
             self._cache.clear()
 
     def status(self) -> Status:
-        """Status of the run.
-
-        Raises NothingToShow without a run, ControlPlaneError if its coordinator does not answer.
-        """
+        """Status of the run. Raises NothingToShow, or ControlPlaneError without answer."""
         view = self._view()
         predicted = self._of_plan("period", view, _MOST_TIMED, lambda schedule: schedule.period)
         speed = view.status.throughput

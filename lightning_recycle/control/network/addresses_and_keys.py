@@ -73,10 +73,7 @@ def http_address(text: str, name: str) -> tuple[str, int]:
 
 
 def http_address_from_environment() -> tuple[str, int] | None:
-    """Address of page and metrics in ``RECYCLE_HTTP``; None without it.
-
-    Raises ConfigurationError for other values.
-    """
+    """Address in ``RECYCLE_HTTP``, or None; ConfigurationError for any other value."""
     wanted = os.environ.get("RECYCLE_HTTP")
     return http_address(wanted, "RECYCLE_HTTP") if wanted else None
 
@@ -248,10 +245,7 @@ def _made(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def listen_here() -> Iterator[socket.socket]:
-    """A socket that listens where this user's runs are found.
-
-    Raises OSError if no such place can be used.
-    """
+    """A socket where this user's runs are found; OSError if no such place can be used."""
     sockets()  # removes what killed processes left
     problem: OSError | None = None
     for folder in 2 * list(dict.fromkeys(_folders())):  # twice: a run that ends just now may remove its folder

@@ -283,7 +283,6 @@ class EventLoop:
         return source in self._selector.get_map()
 
     def watch_unsent(self, connection: NonBlockingConnection) -> None:
-        """Watches until ``connection`` takes its unsent frames."""
         key = self._selector.get_key(connection)
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent_since is not None else 0)
         if events != key.events:

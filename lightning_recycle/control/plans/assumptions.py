@@ -195,7 +195,6 @@ class Assumptions:
     """The assumptions of a run on ``grid``.
 
     Args:
-        planning: techniques and memory.
         costs: of the operations, in seconds; None to measure them (one slot each before anything is measured).
         chooses_split: whether plans split backwards only where trials show that it is faster, if ``planning`` leaves it
             open; else they split wherever they may.

@@ -108,10 +108,7 @@ class DriftQuestion:
     planner: Planner
 
     def answer(self) -> Proposal:
-        """The planner's proposal; none is asked for if the lower bound shows no gain.
-
-        Raises PlanningError when it finds no plan.
-        """
+        """The proposal, if the lower bound allows a gain; PlanningError without a plan."""
         started = time.monotonic()
         problem = self.estimate.of(self.schedule.problem)
         before = retime(self.schedule, self.estimate.costs, self.estimate.factors).period

@@ -350,10 +350,7 @@ PlanAnswer: TypeAlias = tuple[PlanResult, TechniqueChoice | None]
 
 
 def make_plan(problem: Problem, planner: Planner, splitting: SplitCosts | None = None) -> PlanAnswer:
-    """The plan of ``planner`` for ``problem``: a pure question.
-
-    Raises PlanningError when there is none.
-    """
+    """The plan of ``planner`` for ``problem``, or PlanningError; a pure question."""
     if splitting is None or not problem.technique.split_backward:
         return solve(problem, planner), None
     return choose_technique(problem, splitting, partial(solve, planner=planner))

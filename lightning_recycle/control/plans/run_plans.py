@@ -202,7 +202,6 @@ class LayoutChoice:
             self._provider.begin_anew(chosen.judgement.schedule.under(chosen.problem))
 
     def _seconds_under(self, cuts: Cuts, seconds: OperationSeconds) -> dict[int, dict[str, float]]:
-        """Seconds of operations under ``cuts``, from those under the present layout."""
         assert self._layers is not None, "a layout was chosen"
         split, fused = (self._layers.costs(cuts, split_backward=splits) for splits in (True, False))
         found: dict[int, dict[str, float]] = {}
@@ -214,15 +213,11 @@ class LayoutChoice:
         return found
 
     def choice_of(self, cuts: Cuts) -> Candidate | None:
-        """The layout ``cuts`` as it was chosen, with its plan."""
         newest = self._newest
         return None if newest is None or newest.cuts != cuts else newest
 
     def _variation(self, cuts: Cuts, grid: Grid) -> tuple[MicrobatchVariation, MicrobatchVariation] | None:
-        """How micro-batches differ under ``cuts``, with split and with fused backwards.
-
-        None if they do not, or no worker has measured the layers.
-        """
+        """How micro-batches differ under ``cuts``, split and fused; None if not measured."""
         if self._layers is None:
             return None
         split, fused = (
@@ -311,7 +306,6 @@ class RunPlans:
         return self._provider.is_ready(failed, self.operation_seconds)
 
     def plan_generation(self, failed: frozenset[Worker], joining: Iterable[Worker], step: int) -> Schedule:
-        """The schedule of a generation that begins at ``step`` without ``failed``."""
         self._retime_newest()
         self._provider.assumptions.forget(joining)
         schedule = self._provider.plan(failed, self.operation_seconds)
@@ -370,7 +364,6 @@ class RunPlans:
             self.take(worker, message.measured)
 
     def take(self, worker: Worker, message: Measured) -> None:
-        """Takes in a measurement of ``worker``."""
         newest = self.schedules[-1] if self.schedules else None
         if message.profiled is not None:
             profile = self.measurements.profiled(worker.stage, message.profiled)

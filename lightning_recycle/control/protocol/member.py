@@ -385,7 +385,6 @@ class Member:
         return self._resume if self._resume is not None and self._resume.generation == self.generation else None
 
     def publish(self, key: str, value: bytes) -> messages.Publish:
-        """Message that publishes ``value`` under ``key`` in the generation."""
         self._published[key] = value
         return messages.Publish(self.rank, self.generation, key, value)
 
@@ -411,10 +410,7 @@ class Member:
         return self._paused_generation == self.generation
 
     def begin(self, step: int) -> Go | Hold:
-        """Whether ``step`` may begin; if so, it counts as begun.
-
-        Raises Interrupted when a generation was announced.
-        """
+        """Whether ``step`` may begin; if so, it counts as begun. Raises Interrupted."""
         if self.interrupted:
             raise Interrupted
         replies = self.pass_stop_point(last_point(step))
@@ -498,7 +494,6 @@ class Member:
         return (messages.StopWish(self.rank, point, False),)
 
     def request_stop(self, point: int) -> messages.StopWish:
-        """The message that this worker wants to stop at ``point``."""
         return messages.StopWish(self.rank, point)
 
     def stop_verdict(self, point: int) -> messages.StopVerdict | None:

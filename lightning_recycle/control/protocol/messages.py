@@ -61,14 +61,12 @@ class FromWorker:
 
 @dataclass_transform(frozen_default=True)
 def _from_worker(kind: type[_T]) -> type[_T]:
-    """Makes ``kind`` a message of :data:`FROM_WORKERS`."""
     _FROM_WORKERS.append(message := dataclass(frozen=True, slots=True)(kind))
     return message
 
 
 @dataclass_transform(frozen_default=True)
 def _to_worker(kind: type[_T]) -> type[_T]:
-    """Makes ``kind`` a message of :data:`TO_WORKERS`."""
     _TO_WORKERS.append(message := dataclass(frozen=True, slots=True)(kind))
     return message
 

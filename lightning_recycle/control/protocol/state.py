@@ -226,7 +226,6 @@ class Checks:
         checksums: not compared yet: step -> rank -> checksums.
         planned: the step after which workers check next; -1 if undecided.
         agreed: the newest step after which all reporting workers held the same bits as their peers; -1 for none.
-        dispute: the undecided dispute.
         comparable: whether computations can be compared bit by bit in this run.
         inspects: the step in which workers look for the origin of values that are not finite; -1 for none.
         excused: the step up to which such values are the model's; ``excuses``: the number of such steps.
@@ -592,7 +591,6 @@ class MembershipState(_Updatable):
         return tuple(rank for rank in range(self.num_workers) if self.standing(rank) is Standing.VACANT)
 
     def without(self, ranks: Collection[int]) -> MembershipState:
-        """State without the positions of ``ranks``."""
         return self.updated(roster=self.roster.without(self.positions.all_members(ranks)))
 
     @property

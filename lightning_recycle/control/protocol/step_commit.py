@@ -172,7 +172,6 @@ def _scopes(state: MembershipState, event: messages.Applied) -> tuple[tuple[int 
 
 
 def _add_facts(state: MembershipState, event: messages.Applied) -> Mapping[int | None, tuple[Reported, ...]]:
-    """The reported facts of the step, with all that ``event`` adds."""
     reported = state.steps.facts.get(event.step, {})
     mine = {scope: (*reported.get(scope, ()), (event.rank, facts)) for scope, facts in _scopes(state, event)}
     return {**reported, **mine}

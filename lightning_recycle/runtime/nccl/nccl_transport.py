@@ -187,7 +187,6 @@ class NcclThread:
         self.wake()
 
     def wake(self) -> None:
-        """Has the thread look for changes."""
         with contextlib.suppress(OSError):  # full, so it has been rung; or closed, as the thread has ended
             self._bell.send(b"!")
         self._notify()
