@@ -53,7 +53,7 @@ _T = TypeVar("_T")
 
 
 class _RunIsOver(BaseException):
-    """All results are delivered, so what this worker waits for never comes."""
+    """Ends a wait of the main thread: the run is over, so no answer will come."""
 
 
 class ActivityRecorder:
@@ -108,7 +108,7 @@ class ActivityRecorder:
 
 
 class _Block:
-    """Ends the innermost block of a recorder; one object serves all of them."""
+    """Context manager that ends the innermost activity of a recorder; shared by all."""
 
     def __init__(self, recorder: ActivityRecorder) -> None:
         self._recorder = recorder

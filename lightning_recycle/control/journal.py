@@ -64,7 +64,7 @@ _LOCK_SECONDS = 5.0  # for a process that was killed a moment ago to let go
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """End of a run.
+    """Record of the end of a run, for workers that return afterwards.
 
     ``words``: for people. ``answer``: to the collective that delivered the results, which some may lack.
     """

@@ -156,7 +156,7 @@ _Batch: TypeAlias = tuple[int, list[Any], dict[str, Any]]
 
 
 class StreamReader:
-    """The batches of consecutive passes.
+    """Reads the batches of a stream, pass after pass, and can resume from a state.
 
     If ``independent``, every pass begins with the dataset as given, as in DataLoader processes; otherwise as the
     previous pass left it. ``digest``: of the newest batch's part in this pass.

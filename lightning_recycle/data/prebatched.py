@@ -198,7 +198,7 @@ class GivenBatchLoader(MicrobatchLoader):
 
 
 class BatchIterableLoader(ForwardLoader):
-    """The steps of an epoch: one for each batch."""
+    """The steps of an epoch of an iterable that yields whole batches."""
 
     def __init__(self, dataloader: Any, grid: Grid, seed: int, **options: Any) -> None:
         super().__init__(dataloader, grid, seed, **options)

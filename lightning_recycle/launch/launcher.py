@@ -32,9 +32,7 @@ from lightning_recycle.callbacks import PlanMonitor
 from lightning_recycle.control.client import pack
 from lightning_recycle.control.coordinator.coordinator import Coordinator
 from lightning_recycle.control.monitoring.history import Event, summary
-from lightning_recycle.control.monitoring.logs import (
-    install_if_wanted,
-)
+from lightning_recycle.control.monitoring.logs import install_if_wanted
 from lightning_recycle.control.monitoring.monitor import Monitor, served
 from lightning_recycle.control.network import addresses_and_keys as addresses
 from lightning_recycle.control.network.addresses_and_keys import key_from_environment
@@ -66,10 +64,7 @@ from lightning_recycle.planning.plan_library import PlanLibrary
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.processes import name_process
 from lightning_recycle.session.configuration import WorkerIdentity
-from lightning_recycle.session.lightning_internals import (
-    mark_saved,
-    saves_on_exception,
-)
+from lightning_recycle.session.lightning_internals import mark_saved, saves_on_exception
 from lightning_recycle.session.reporting import show_cursor
 
 log = logging.getLogger(__name__)

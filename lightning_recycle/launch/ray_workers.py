@@ -212,7 +212,7 @@ class RayPayload:
 
 
 class TrainerActor:
-    """One worker."""
+    """Ray actor in which a worker runs."""
 
     def node(self) -> str:
         return str(import_ray().get_runtime_context().get_node_id())

@@ -272,7 +272,7 @@ class Start:
 
 
 class RestartPolicy:
-    """Decides about the restarts of one run."""
+    """Decides whether, and how, a run restarts after the loss of a stage."""
 
     def __init__(self, positions: Positions, recovery: RecoveryOptions) -> None:
         self._positions, self._recovery = positions, recovery

@@ -122,7 +122,7 @@ class ConfiguredStrategy(Protocol):
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A run that is ready to have workers."""
+    """A checked run, before its workers are started."""
 
     call: TrainerCall
     setup: RunSetup
@@ -333,7 +333,7 @@ def _describe(parts: ModelParts, call: TrainerCall, is_outside: bool) -> None:
 
 @contextmanager
 def _restoring(owner: Any) -> Iterator[None]:
-    """Afterwards ``owner`` has its old attributes and its layers.
+    """Restores the attributes and layers of ``owner`` at the end of the block.
 
     Objects made by setup() may be large, or open.
     """

@@ -36,10 +36,7 @@ from omegaconf.basecontainer import BaseContainer
 from torch import Tensor
 
 from lightning_recycle.control.monitoring.logs import LogForwarding, LogSender
-from lightning_recycle.errors import (
-    ConfigurationError,
-    ReCycleError,
-)
+from lightning_recycle.errors import ConfigurationError, ReCycleError
 from lightning_recycle.lightning_names import name_here
 from lightning_recycle.pickling import MainModule, MainPickler, dumps, enter_main
 from lightning_recycle.runtime.stage import Stage

@@ -171,7 +171,7 @@ _recorder: SideRecorder | None = None
 
 @dataclass(frozen=True)
 class SideValue:
-    """A tensor and its place.
+    """A tensor that a layer leaves in an attribute, on its way to later stages.
 
     Args:
         path: of the module with the attribute, in the user's module.

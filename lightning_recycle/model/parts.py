@@ -34,7 +34,7 @@ Run: TypeAlias = Literal["training", "evaluation", "forward"]
 
 
 class ModelParts:
-    """A module as an ordinary one with one stage, which is one part.
+    """A module divided into parts, the units of stages: here all of it is one part.
 
     Its loss must be a mean over the samples of a micro-batch for the result of one device; with ``num_microbatches=1``
     (the default) any loss is as under ``ddp``. ``optimizes_itself``: its step runs backward passes and steps
@@ -227,7 +227,7 @@ _LOSS_REMEDY = (
 
 
 class LayerParts(ModelParts):
-    """One part per layer."""
+    """Parts of a :class:`.PipelineModule`: one for each layer."""
 
     module: PipelineModule
     loss_name = "loss"

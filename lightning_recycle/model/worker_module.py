@@ -73,7 +73,7 @@ _LOG_DEFAULTS = {name: p.default for name, p in list(_LOG_SIGNATURE.parameters.i
 
 
 class RecordedModule(pl.LightningModule):
-    """Its ``self.log`` can be recorded, and its transfer hooks never see addresses."""
+    """A module whose ``self.log`` can be recorded, and whose hooks see no addresses."""
 
     recorded_logs: list[tuple[str, Any, dict[str, Any]]] | None = None
     """While logging is recorded instead of done: (name, value, further arguments)."""

@@ -152,7 +152,7 @@ class ExactPlanner:
         return replace(result, seconds=time.monotonic() - started, warning=warning)
 
     def _not_worth_asking(self, first: PlanResult) -> str | None:
-        """Why no solver is asked; None if one is."""
+        """Reason not to call a solver; None to call it."""
         if first.status == "optimal":
             return "the plan meets the lower bound"
         if first.gap <= self.least_gap:

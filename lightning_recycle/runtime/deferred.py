@@ -57,7 +57,7 @@ class _ViewPart(NamedTuple):
 
 
 class _Queued(NamedTuple):
-    """A waiting gradient of all of ``parameter``, or of a part.
+    """A gradient yet to be computed, for all of ``parameter`` or a part of it.
 
     It is computed in the dtype of autocast, which gradients of a whole parameter with one common cast keep until they
     are added; others do not (``widened``).
@@ -75,7 +75,7 @@ class _Queued(NamedTuple):
 
 
 class WeightGradQueue:
-    """The weight gradients that one micro-batch's backward left for later.
+    """Weight gradients of one micro-batch that its B left for its W.
 
     Holds layer inputs and output gradients until :meth:`flush`: the price of deferring.
     """

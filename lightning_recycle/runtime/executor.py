@@ -431,7 +431,7 @@ class Executor:
 
 
 class Forwards:
-    """Forward passes outside of training; a failed one can simply run again."""
+    """Forward passes without training; one that fails is run again from the start."""
 
     def __init__(self, runner: StepRunner) -> None:
         self.runner = runner

@@ -57,7 +57,7 @@ class MicrobatchValues(Protocol):
 
 
 class ExecutorCallbacks(Protocol):
-    """Questions of the executor to the process that it runs in."""
+    """Interface of the executor to the Trainer in its process."""
 
     def split(self, data: Any, index: int) -> tuple[Any, Any]:
         """A collated micro-batch of step ``index`` of an epoch -> (input, target)."""
@@ -124,7 +124,7 @@ _ANNOUNCEMENT_TIMEOUT = 60.0  # seconds from the proof of a wrong speculation to
 
 @dataclass(frozen=True)
 class CommitRules:
-    """Knowledge that stages must have of each other before a step.
+    """Requirements of a step on other stages: their norms, overflows, or a lockstep.
 
     Args:
         staggered: whether a stage may step before the others hold their gradients.

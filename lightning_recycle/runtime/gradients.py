@@ -47,7 +47,7 @@ _ALIGNMENT = 16  # elements; keeps every view as aligned as a separate tensor
 
 @dataclass(frozen=True)
 class AccumulationPart:
-    """The part of a batch in its step of the optimizer.
+    """A batch's part in an optimizer step, with gradient accumulation.
 
     ``batches``: the number by which the sum of gradients is divided. ``begins``, ``ends``: whether the batch is the
     first, the last one of that step.
@@ -159,7 +159,7 @@ class _StepBuffers:
 
 
 def _layout(parameters: Sequence[nn.Parameter], statistics: Sequence[Tensor]) -> tuple[Any, ...]:
-    """Differs where a set is laid out differently."""
+    """Key of a layout of buffers: equal for the same parameters and statistics."""
     return (*map(id, parameters), *((tensor.shape, tensor.dtype) for tensor in statistics))
 
 
@@ -375,7 +375,7 @@ _COMPLETING = (OpKind.BACKWARD_WEIGHT, OpKind.BACKWARD)
 
 
 class BucketedReduction:
-    """The reduction of one worker, step after step.
+    """A worker's sum of gradients over its stage, bucket by bucket, in each step.
 
     A worker's last W (or BW) completes the gradients one by one. A complete bucket is summed over its *group* (the
     workers of the stage, or of all stages with those weights) in the background; REDUCE begins the rest and waits for

@@ -421,7 +421,7 @@ Rosters: TypeAlias = Mapping[str, tuple[int, ...]]
 
 
 class Transport:
-    """A transport that carries nothing; an abort ends all waits within milliseconds.
+    """Base of transports, which carries nothing; abort ends waits in milliseconds.
 
     :meth:`connect` is called in a thread that may be left behind, :meth:`abort` in any; other methods in the thread
     that exchanges messages. ``connect_seconds``: limit of :meth:`connect` without progress.

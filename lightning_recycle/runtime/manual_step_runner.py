@@ -52,7 +52,7 @@ class RewindableState(Protocol):
 
 
 class StepPath:
-    """The way of a worker through a step so far: the same on all workers."""
+    """Record of a worker's calls in a step so far: equal on all workers."""
 
     def __init__(self) -> None:
         self._digest = hashlib.blake2b(digest_size=8)
@@ -245,7 +245,7 @@ class _Ended(BaseException):
 
 @dataclass(frozen=True)
 class _Met:
-    """A function came to a meeting, or (without ``together``) returned ``part``."""
+    """State of a function: at a meeting, or (without ``together``) returned ``part``."""
 
     what: str
     part: Any

@@ -64,7 +64,7 @@ _NOTHING = nullcontext()
 
 @dataclass
 class _InFlight:
-    """The memory of one micro-batch of ``step``."""
+    """Values of a micro-batch of ``step`` that stay from its F to its B or W."""
 
     step: int
     input_grads: list[Tensor | None] = field(default_factory=list)

@@ -130,7 +130,7 @@ class _Stopwatch:
 
 
 class _DeviceStopwatch(_Stopwatch):
-    """By events of the device, unless the operation may be stretched."""
+    """A stopwatch by events of the device, unless the operation may be stretched."""
 
     def __enter__(self) -> None:
         self._before = None
@@ -332,7 +332,7 @@ class FirstSteps:
 
 
 class StepMeasurements:
-    """The measurements of one worker.
+    """A worker's measurements: times of operations, memory, links, split backwards.
 
     ``held``: this process's tensors between two steps besides those of the stage; None to skip memory.
     """

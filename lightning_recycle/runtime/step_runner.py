@@ -92,7 +92,7 @@ class Attempt:
 
 
 class StepRunner:
-    """Runs one worker's part of steps.
+    """Runs one worker's program of a step: F, R, B, W, REDUCE and STEP.
 
     Args:
         rules: what stages must know of each other before they step.

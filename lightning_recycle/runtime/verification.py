@@ -100,7 +100,7 @@ def is_sound(values: Sequence[Tensor | float | None]) -> bool:
 
 
 class GradientsApart:
-    """Separate memory for gradients, for a while, of parameters that have some."""
+    """Separate gradients of parameters for one micro-batch, added to the others later."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
@@ -568,7 +568,7 @@ def _nested_leaves(owner: Any) -> Iterator[Any]:
 
 
 class StateChecks:
-    """The checks of one worker.
+    """A worker's regular comparison of weights and optimizer states with its peers.
 
     ``every``: steps between two checks; 0 for never, None for as few that they take a thousandth of the time.
     """

@@ -82,7 +82,7 @@ class HostMemory:
 
 @dataclass(frozen=True, slots=True)
 class ValueLayout:
-    """The structure of a value.
+    """Structure of a nested value whose tensors are packed into one message.
 
     ``tensors``: (dtype, shape, whether its gradient is wanted back), or None. ``has_note``: whether the last of them is
     a note's bytes, no part of the value.

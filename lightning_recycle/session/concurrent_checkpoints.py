@@ -300,7 +300,7 @@ class HolderGroup(StageGroup):
 
 
 class _Pieces(io.RawIOBase):
-    """A file whose content goes to the writer."""
+    """A file object that streams a part of a checkpoint to the writer."""
 
     def __init__(self, group: HolderGroup) -> None:
         self._group, self._number = group, 0

@@ -214,7 +214,7 @@ OTHER_NAMES = {
 
 @dataclass(frozen=True)
 class Options(OptionGroup):
-    """All that the user configured.
+    """All options of the user.
 
     The arguments are described in :class:`~lightning_recycle.ReCycleStrategy`.
 

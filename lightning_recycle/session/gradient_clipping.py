@@ -168,7 +168,7 @@ def clip_factor(clip_val: float, norm: float) -> float:
 
 
 class OptimizerStep:
-    """The newest step of the optimizers, which may have to be made again."""
+    """State from before the newest optimizer step, by which it can be made again."""
 
     def __init__(self) -> None:
         self._states_before: list[OptimizerState] = []

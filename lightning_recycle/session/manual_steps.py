@@ -59,7 +59,7 @@ _COPIED_BYTES = 256 * 1024  # of a tensor that is no weight: larger ones, such a
 
 @dataclass(frozen=True)
 class _ProcessState:
-    """A part of the state of the process.
+    """How to get, set and copy one part of the state of the process.
 
     ``put``: makes a value the current one. ``copy``: for another micro-batch. ``stays``: whether the first
     micro-batch's value is there after the step.
@@ -72,7 +72,7 @@ class _ProcessState:
 
 
 def _fields(owners: Sequence[Any], *names: str) -> _ProcessState:
-    """Attributes of tensors or modules."""
+    """State of the attributes of tensors or modules."""
 
     def put(values: list[list[Any]]) -> None:
         for owner, items in zip(owners, values, strict=True):
@@ -291,7 +291,7 @@ def _sees_steps(callback: Callback) -> bool:
 
 
 class ManualSteps:
-    """Runs the steps of one worker."""
+    """Runs a worker's training steps under manual optimization."""
 
     def __init__(
         self,

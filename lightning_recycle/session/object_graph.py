@@ -384,7 +384,7 @@ class _GraphUnpickler(pickle.Unpickler):
 
 
 class _Update:
-    """Writes states into nodes."""
+    """Writes received states into the nodes of a graph."""
 
     def __init__(self, graph: ObjectGraph, loader: _GraphUnpickler) -> None:
         self._graph, self._nodes, self._weights = graph, graph._nodes, graph._weights
@@ -584,7 +584,7 @@ def _is_expanded(tensor: Tensor) -> bool:
 
 
 def _sign(value: Any) -> Any:
-    """Differs once the contents of a large tensor or array have changed."""
+    """Fingerprint of the contents of a large tensor or array."""
     if isinstance(value, Tensor):
         return value.data_ptr(), value.shape, version_of(value)
     data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)

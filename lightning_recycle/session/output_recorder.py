@@ -78,7 +78,7 @@ _EMPTY = Recording()
 
 
 class OutputRecorder:
-    """Records and replays for ``module``.
+    """Records what hooks do with an output (logs, metrics), and replays it elsewhere.
 
     ``shared``: whether several workers run the hooks. ``on_logger_call``: receives, on every worker, the calls of the
     first micro-batch of a step that has any.
@@ -307,7 +307,7 @@ class StepOutputs:
     samples: list[int]
 
     def joined(self, divisions: Sequence[Sequence[range]] = ()) -> Any:
-        """All values as one.
+        """The outputs of all micro-batches joined into one.
 
         Numbers averaged over the samples, tensors and lists one after another, mappings and tuples item by item,
         anything else as a list of all. A micro-batch that returned None has no part in it. ``divisions``: of the batch

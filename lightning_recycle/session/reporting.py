@@ -133,7 +133,7 @@ def _measure_grid_as_one_device(monitor: ThroughputMonitor, num_workers: int) ->
 
 
 def _by_the_leader(collectives: WorkerCollectives, write: Callable[..., None]) -> Callable[..., None]:
-    """Every worker has all predictions: one writes them."""
+    """Lets the leader alone write predictions, which all workers have."""
     write = getattr(write, "prepared", write)  # in the previous run
 
     @wraps(write)
@@ -185,7 +185,7 @@ def show_progress_bar(trainer: pl.Trainer, dataloader_idx: int = 0) -> None:
 
 
 class LogRelay:
-    """Stands between a Trainer and its loggers."""
+    """Calls loggers on the leader; other workers keep the newest rows to take over."""
 
     def __init__(self, context: WorkerContext, module: RecordedModule, version: Callable[[], int]) -> None:
         self._collectives, self._version = context.collectives, version

@@ -368,7 +368,7 @@ def _flat(value: Any) -> Iterable[Any]:
 
 @dataclass(frozen=True)
 class _Given:
-    """Layers on their way to another worker.
+    """Packed layers on their way to another worker.
 
     ``skeleton``: ``(layers, states, gradients)`` without the tensors: modules by index, states by optimizer, gradients
     by parameter. ``kinds``: whether each tensor is a parameter, requires a gradient, is on the device. ``names``: of
@@ -418,7 +418,7 @@ def _wait_for(inputs: Any) -> None:
 
 
 class StageLayers:
-    """The layers that this worker has.
+    """The layers of this worker: packed for other workers, or installed from them.
 
     ``make_bundle``: runs the parts of this stage under a layout, given the weights that stages share, and the gradients
     that come with moved layers. ``kept_gradients``: of parameters, between steps.

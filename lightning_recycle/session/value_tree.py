@@ -96,7 +96,7 @@ _ALWAYS_COMPARED_BYTES = 4096  # of a tensor that is compared each time; others 
 
 
 class _CellAccess(NamedTuple):
-    """How to read, restore and compare the content of a cell as one value."""
+    """Functions that read, restore and compare the content of a cell as one value."""
 
     read: Callable[[Any], Any]
     write: Callable[[Any, Any], None]

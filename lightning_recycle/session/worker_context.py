@@ -51,10 +51,7 @@ from lightning_recycle.errors import UnsupportedFeatureError, suggestion
 from lightning_recycle.model.module import global_seed
 from lightning_recycle.planning.grid import Grid, Positions, Worker
 from lightning_recycle.session.configuration import Options, RunSetup, WorkerIdentity
-from lightning_recycle.session.lightning_internals import (
-    SignalHandlers,
-    cluster_environment_of,
-)
+from lightning_recycle.session.lightning_internals import SignalHandlers, cluster_environment_of
 from lightning_recycle.tensor_memory import merge_shards
 
 log = logging.getLogger(__name__)
@@ -137,7 +134,7 @@ class StageGroup(ABC):
 
 
 class WorkerCollectives(StageGroup):
-    """A worker's role, and its collectives."""
+    """Control collectives of a worker's process, and whether it leads."""
 
     def __init__(self, run: RunSetup, client: ControlClient, is_in_step: Callable[[], bool]) -> None:
         self._run, self.grid, self.positions = run, run.grid, run.positions
@@ -400,7 +397,7 @@ class Preemption:
 
 
 class StopRequests:
-    """This worker's part in stopping early.
+    """Agreement with all workers on ``trainer.should_stop``.
 
     ``agreed``: all have agreed to stop; Lightning may still go on, to ``min_steps`` or ``min_epochs``.
     """

@@ -273,7 +273,7 @@ _BY_NAME = ("weights", "gradients")
 
 
 class StepBoundary(Enum):
-    """The places of a training at which a step is over."""
+    """Moments of a training at which a step is over."""
 
     BATCH = "batch"
     """All hooks of the batch have run, and Lightning has logged it."""

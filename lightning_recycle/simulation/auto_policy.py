@@ -74,7 +74,7 @@ class _PolicyState:
 
 @dataclass(frozen=True)
 class Auto(Policy):
-    """The best deployment at every change: re-routing, moving workers, layers, or both.
+    """The best deployment at every change: re-routed, moved workers or layers, or both.
 
     Assumptions:
 

@@ -47,7 +47,7 @@ FirstMessage: TypeAlias = messages.Hello | messages.Returned
 
 
 class Reception:
-    """The port to which workers connect; keeps them until there is a run for them.
+    """Listening port of runs; keeps workers that connect while no run goes on.
 
     ``workers``: how many may connect at the same time. Raises ConfigurationError if the address cannot be listened at.
 

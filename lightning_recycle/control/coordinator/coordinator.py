@@ -161,9 +161,7 @@ class Coordinator:
         self._done = threading.Event()
         self._is_closing = False
         self._is_deserted = False
-        self._wrong_counts: Counter[int] = (
-            Counter()
-        )  # wrong states found at each position; one wrong result counts as many
+        self._wrong_counts = Counter[int]()  # wrong states at each position; one wrong result counts as several
         self._first_processes: dict[int, WorkerProcess] = {}  # the first at each position that were started here
         self._grows = grows
         self._vacated_ranks: set[int] = set()  # positions that are empty because their worker was asked to leave

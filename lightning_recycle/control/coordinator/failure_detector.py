@@ -44,7 +44,7 @@ _Intervals: TypeAlias = tuple[tuple[float, float], ...]  # (begin, end), in orde
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """Something that speaks against a worker once it lasts for too long.
+    """Evidence against a worker, such as silence, with the time that it may last.
 
     ``cause``: continues "worker (0, 1) was lost: ". ``seconds``: its duration. ``limit``: seconds allowed where a peer
     is well; ``bound``: seconds allowed anyway, if more. ``place``: None if unknown. ``computes``: whether the process
@@ -114,7 +114,7 @@ class Ruling:
 
 @dataclass(frozen=True, slots=True)
 class _Delay:
-    """A suspicion of a worker: its time, the step, and the place if that is known."""
+    """Delay of a suspected worker, which may excuse later ones at the same place."""
 
     rank: int
     stage: int
@@ -227,7 +227,7 @@ def _remember_ruling(
     evict: Mapping[int, Overdue],
     waits: Mapping[int, Overdue],
 ) -> tuple[DetectionState, Ruling]:
-    """Remembers the ruling; workers that are waited for are named once."""
+    """Adds a ruling to the memory; a worker that is waited for is named only once."""
     newly_waited = {rank: overdue for rank, overdue in waits.items() if rank not in memory.waited}
     still_waited = {rank: seconds for rank, seconds in memory.waited.items() if rank in signs and rank not in evict}
     cleared = {rank: seconds for rank, seconds in still_waited.items() if signs[rank].is_well}
@@ -352,7 +352,7 @@ _BUSY_SHARE = 0.8  # of the newest looks at a silent process that computes; the 
 
 
 class FailureDetector:
-    """Clocks for heartbeats and progress of workers, in monotonic seconds."""
+    """Clocks of workers' heartbeats, progress and startup, in monotonic seconds."""
 
     def __init__(
         self, positions: Positions, options: CoordinatorOptions, thread_states: Callable[[int], str] = lambda _: ""

@@ -192,12 +192,12 @@ def _shown_at(option: str | None) -> tuple[str, int] | None:
 
 
 def _are_same(one: tuple[str, int], other: tuple[str, int]) -> bool:
-    """Whether nobody can listen at both."""
+    """Whether no process could listen at both addresses at once."""
     return one[1] == other[1] != 0 and (one[0] == other[0] or not {one[0], other[0]}.isdisjoint({"0.0.0.0", "::"}))
 
 
 def _obey(end_after_this: Callable[[], None]) -> None:
-    """Obeys ``over`` and ``end`` on standard input from now on; ignores signals."""
+    """Reads the orders ``over`` and ``end`` from standard input; ignores signals."""
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, lambda *_: sys.exit(128 + signal.SIGTERM))

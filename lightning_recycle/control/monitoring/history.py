@@ -65,7 +65,7 @@ class Phase(str, Enum):
 
 
 class Goodput:
-    """The account of a run with ``positions`` workers that began at ``now``."""
+    """Worker-seconds of a run by cause: ``positions`` workers, from ``now`` on."""
 
     def __init__(self, positions: int, now: float) -> None:
         self.phase = Phase.STARTING

@@ -145,7 +145,7 @@ class RunView:
 
 
 class Views:
-    """Hands out what ``make``, called in the loop's thread alone, returns.
+    """Snapshots of a run for other threads; ``make`` runs in the loop's thread alone.
 
     ``wake``: lets the loop call :meth:`answer` soon; called in any thread.
     """

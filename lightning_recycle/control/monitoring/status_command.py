@@ -253,7 +253,7 @@ def _await_status(target: _Target, seconds: float, passing: tuple[type[NoRun], .
 
 
 def _head(status: Mapping[str, Any]) -> Any:
-    """The run in a line."""
+    """One line about the whole run."""
     from rich.text import Text
 
     head = Text()

@@ -104,7 +104,7 @@ def decode(kind: type[Any], body: bytes | bytearray | memoryview) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """NumPy scalars and other subclasses of msgpack's types, as the latter."""
+    """Converts NumPy scalars and subclasses of msgpack types to msgpack types."""
     conversions: tuple[tuple[type[Any], Callable[[Any], Any]], ...] = (
         (numbers.Integral, int),
         (numbers.Real, float),
@@ -236,7 +236,7 @@ HANDSHAKE_SECONDS = 20.0
 
 
 class _Socket:
-    """Socket options and ends of both sides."""
+    """Base of both ends of a connection: socket options and closing."""
 
     def __init__(self, sock: socket.socket, inbox: FrameBuffer) -> None:
         self.inbox = inbox

@@ -53,7 +53,7 @@ _SHARE_OF_STEP = Check(
 
 @dataclass(frozen=True)
 class DriftOptions(OptionGroup):
-    """When another plan pays.
+    """Thresholds above which a better plan replaces the one that runs.
 
     ``threshold``: the fraction of a step's time that it must save. ``window``: steps measured before a conclusion.
     ``horizon_steps``: steps within which the change must pay.

@@ -77,7 +77,7 @@ _END_SECONDS = 30.0  # for a user's version of the heuristic that does not look 
 
 
 class Urgency(IntEnum):
-    """Which job goes first."""
+    """Priority of a planning job."""
 
     NEEDED = 0
     AHEAD = 1
@@ -111,7 +111,7 @@ class _StartedJob:
 
 
 class PlanningQueue:
-    """The questions of one run.
+    """Planning jobs of one run, done one at a time, the most urgent first.
 
     ``wake``: called from another thread when :meth:`take` has something, or a job has ended.
     """

@@ -217,7 +217,7 @@ def _decide(state: MembershipState, statuses: Mapping[int, WorkerStatus]) -> Nex
 def _resume(
     state: MembershipState, statuses: Mapping[int, WorkerStatus], decision: Decision, commits: Any, confirmed: bool
 ) -> Next:
-    """All connect, carry out ``decision``, and go on."""
+    """Sends ``Resume``, by which all connect, carry out ``decision``, and go on."""
     reports, roster, joining = state.generation.reports, state.roster.ranks, state.roster.joining
     cuts = state.layout.cuts
     state, vote, excused = fault_attribution.call_vote(state, statuses, decision.version)

@@ -59,7 +59,7 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class PlanReady:
-    """A better plan for the workers ``roster``, and for no others.
+    """Event: a better plan is there for the workers ``roster``, and for no others.
 
     ``details``: why it is better, for the record. ``reconnects``: whether these workers lack connections for it.
     """
@@ -72,7 +72,7 @@ class PlanReady:
 
 @dataclass(frozen=True, slots=True)
 class LayoutReady:
-    """A better layout for the workers ``roster``, and for no others.
+    """Event: a better layout is there for the workers ``roster``, and for no others.
 
     ``details``: why it is better, for the record.
     """
@@ -270,7 +270,7 @@ Pair: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Remembered:
-    """An exception that was raised.
+    """Record of a worker's exception, by which later ones are judged.
 
     ``generation``: its worker's; a worker raises at most once in each. ``place``: the step (:data:`~.messages.OUTSIDE`
     of steps) and the operation. ``version``: the number of steps that all workers had applied.
@@ -363,7 +363,7 @@ class PauseState:
 
 @dataclass(frozen=True)
 class Generation(_Updatable):
-    """All that counts in one generation only; each begins with a new value.
+    """State of one generation alone; each new one begins with a new value.
 
     Args:
         number: -1 before the first.

@@ -73,7 +73,7 @@ _NOTE = struct.Struct("=BBIQQ")
 
 
 class Kind(IntEnum):
-    """Meaning of a note."""
+    """Kinds of notes between workers."""
 
     OFFER = 1  # the sender has a payload
     GO = 2  # the receiver has begun to receive it
@@ -192,7 +192,7 @@ class _Batch:
         return not self._awaited
 
     def begin(self, places: Iterable[Place]) -> None:
-        """Begins those of ``places``, as their founders invite."""
+        """Begins the communicators of ``places``, as their founders invite."""
         for place in places:
             number = _number(place)
             if place.founder == self._rank:
@@ -247,13 +247,13 @@ class Comms:
 
     @property
     def is_ready(self) -> bool:
-        """Whether all wanted ones can be used."""
+        """Whether all communicators of this generation can be used."""
         if not self._is_ready and self._has_begun and self._wanted.has_begun:
             self._is_ready = not any(self._library.in_progress(kept.comm) for kept in self._wanted.comms.values())
         return self._is_ready
 
     def begin(self) -> None:
-        """Begins the wanted ones, when called for the first time."""
+        """Begins the communicators of this generation, when called for the first time."""
         if not self._has_begun:
             self._has_begun = True
             outdated, self._outdated = self._outdated, []

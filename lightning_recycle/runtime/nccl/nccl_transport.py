@@ -344,7 +344,7 @@ _CHANNELS = {channel: number for number, channel in enumerate(Channel)}
 
 @dataclass
 class _Agreement:
-    """Use of NCCL by a worker in a generation.
+    """A worker's agreement with the others on the use of NCCL in a generation.
 
     ``obstacles``: reasons for Gloo. ``kept``: digests of communicators kept from the generation before, by rank and
     place.

@@ -54,7 +54,7 @@ class Receiving:
 
 @dataclass(frozen=True)
 class Side:
-    """One worker in one generation, from its payloads' and collectives' view."""
+    """Context of one worker in one generation, for its payloads and collectives."""
 
     rank: int
     generation: int
@@ -240,7 +240,7 @@ class Collective:
 
 @dataclass
 class _State:
-    """A worker's knowledge of a group."""
+    """A worker's count of one group's collectives: asked for, ready, to be started."""
 
     begun: int = 0  # collectives that it was asked for
     told: int = 0  # those for which it has said that it is ready
