@@ -64,10 +64,10 @@ class NameWithEnvironment(str):
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _enter, (str(self), dict(self.environment))
+        return _set_environment, (str(self), dict(self.environment))
 
 
-def _enter(name: str, environment: dict[str, str]) -> str:
+def _set_environment(name: str, environment: dict[str, str]) -> str:
     """Sets the environment in the worker once, as its name comes twice."""
     global _has_entered
     if not _has_entered:
@@ -342,22 +342,22 @@ def dump_exception(error: BaseException) -> bytes | None:
     arguments. So a class with an ``__init__`` is rebuilt without calling it, unless it defines its own pickling.
     """
     with contextlib.suppress(Exception):
-        return _dumps(error)
+        return _checked_dumps(error)
     args = tuple(value if _can_be_sent(value) else repr(value) for value in error.args)
     state = {name: value for name, value in _state(error).items() if _can_be_sent(value)}
     with contextlib.suppress(Exception):
-        return _dumps(_Reduced(type(error), args, state))
+        return _checked_dumps(_ReducedException(type(error), args, state))
     return None
 
 
 class _ExceptionPickler(MainPickler):
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, BaseException) and _has_own_init(type(value)):
-            return _Reduced(type(value), value.args, _state(value)).__reduce__()
+            return _ReducedException(type(value), value.args, _state(value)).__reduce__()
         return super().reducer_override(value)
 
 
-class _Reduced:
+class _ReducedException:
     """Stands in a pickle for an exception of ``kind``."""
 
     def __init__(self, kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> None:
@@ -395,7 +395,7 @@ def _set_state(error: BaseException, state: dict[str, Any]) -> None:
         object.__setattr__(error, name, value)
 
 
-def _dumps(value: Any) -> bytes:
+def _checked_dumps(value: Any) -> bytes:
     """Pickles ``value`` and tries to load it."""
     data = dumps(value, _ExceptionPickler)
     pickle.loads(data)
@@ -404,7 +404,7 @@ def _dumps(value: Any) -> bytes:
 
 def _can_be_sent(value: Any) -> bool:
     try:
-        _dumps(value)
+        _checked_dumps(value)
     except Exception:
         return False
     return True

@@ -113,7 +113,7 @@ class ExactPlanner:
         """
         started = time.monotonic() - seconds
         first = proven(schedule, self.backend, found_by=found_by)
-        task = self._not_worth_asking(first) or self._task(first)
+        task = self._reason_not_to_solve(first) or self._task(first)
         if isinstance(task, str):
             log.info("planner %s: not asked, %s.", self.backend, task)
             return replace(first, seconds=time.monotonic() - started, solver=SolverUse(reason=task))
@@ -151,7 +151,7 @@ class ExactPlanner:
             warning = f"planner {self.backend}: not finished after {self.time_limit:g} s; the plan is {_gap(result)}."
         return replace(result, seconds=time.monotonic() - started, warning=warning)
 
-    def _not_worth_asking(self, first: PlanResult) -> str | None:
+    def _reason_not_to_solve(self, first: PlanResult) -> str | None:
         """Reason not to call a solver; None to call it."""
         if first.status == "optimal":
             return "the plan meets the lower bound"

@@ -543,7 +543,7 @@ class Communicator:
             return Reduction()
         if self.transport.takes(roster, tensor):
             with self.translated:
-                begin, parts = self.transport.begin_collective, _parts(tensor, _DEVICE_CHUNK_BYTES)
+                begin, parts = self.transport.begin_collective, _collective_parts(tensor, _DEVICE_CHUNK_BYTES)
                 return Reduction(carried=tuple(begin(roster, part, source) for part in parts))
         options: Any = AllreduceOptions() if source is None else BroadcastOptions()
         if source is None:
@@ -551,7 +551,7 @@ class Communicator:
         else:
             start, options.rootRank = group.whole.broadcast, group.places[source]
         with self.translated:
-            staged = ((part, self.memory.staged(part)) for part in _parts(tensor, _CHUNK_BYTES))
+            staged = ((part, self.memory.staged(part)) for part in _collective_parts(tensor, _CHUNK_BYTES))
             return Reduction(group.whole, tuple((part, copy, start([copy], options)) for part, copy in staged))
 
     def end_collective(self, reduction: Reduction) -> None:
@@ -605,7 +605,7 @@ def _tie_name(stages: tuple[int, ...]) -> str:
     return "-".join(["tie", *map(str, stages)])
 
 
-def _parts(tensor: Tensor, most_bytes: int) -> tuple[Tensor, ...]:
+def _collective_parts(tensor: Tensor, most_bytes: int) -> tuple[Tensor, ...]:
     """A contiguous ``tensor`` in parts for single collectives."""
     parts: tuple[Tensor, ...] = tensor.view(-1).split(most_bytes // tensor.element_size())
     return parts
@@ -644,7 +644,7 @@ def _send_in_pieces(communicator: Communicator, tensors: Sequence[Tensor], desti
     """Sends the bytes of contiguous ``tensors``; returns when they have arrived."""
     by_device = communicator.transport.carries(destination)
     receipts: deque[Any] = deque()
-    for number, piece in enumerate(_pieces(tensors)):
+    for number, piece in enumerate(_message_pieces(tensors)):
         if number >= _PARTS_AT_ONCE:
             communicator.receive(receipts.popleft())
         with communicator.translated:
@@ -661,7 +661,7 @@ def _send_in_pieces(communicator: Communicator, tensors: Sequence[Tensor], desti
 
 def _receive_in_pieces(communicator: Communicator, tensors: Sequence[Tensor], source: int) -> None:
     """Fills contiguous CPU ``tensors`` with the bytes of :func:`_send_in_pieces`."""
-    parts = _pieces(tensors)
+    parts = _message_pieces(tensors)
     posted = deque(communicator.post_receive(Channel.ACTIVATIONS, source, tag) for tag in _PART_TAGS[: len(parts)])
     for number, part in enumerate(parts):
         tag = _PART_TAGS[number % _PARTS_AT_ONCE]
@@ -674,7 +674,7 @@ def _receive_in_pieces(communicator: Communicator, tensors: Sequence[Tensor], so
     communicator.release_buffers(source, _PART_TAGS)
 
 
-def _pieces(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+def _message_pieces(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """The bytes of contiguous ``tensors`` in pieces, grouped into messages."""
     found: list[list[Tensor]] = []
     room = 0

@@ -56,7 +56,7 @@ class _ViewPart(NamedTuple):
         return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
 
 
-class _Queued(NamedTuple):
+class _QueuedGradient(NamedTuple):
     """A gradient yet to be computed, for all of ``parameter`` or a part of it.
 
     It is computed in the dtype of autocast, which gradients of a whole parameter with one common cast keep until they
@@ -81,7 +81,7 @@ class WeightGradQueue:
     """
 
     def __init__(self) -> None:
-        self._pending: list[_Queued] = []
+        self._pending: list[_QueuedGradient] = []
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -107,7 +107,7 @@ class WeightGradQueue:
         part: _ViewPart | None = None,
         widened: bool = False,
     ) -> None:
-        self._pending.append(_Queued(parameter, part, compute, widened))
+        self._pending.append(_QueuedGradient(parameter, part, compute, widened))
 
     def tensors(self) -> list[Tensor]:
         """Tensors held by queued computations, as variables of their functions."""

@@ -118,7 +118,7 @@ class _StepBuffers:
         holders: Mapping[nn.Parameter, tuple[int, ...]],
         statistics: Sequence[Tensor] = (),
     ) -> None:
-        self.made_of, self.holds = (parameters, statistics), _layout(parameters, statistics)
+        self.made_of, self.holds = (parameters, statistics), _layout_key(parameters, statistics)
         ids = set(map(id, parameters))
         ordered = [p for p in parameters if p not in holders] + [p for p in holders if id(p) in ids]
         kinds = dict.fromkeys((holders.get(p, ()), p.dtype) for p in ordered)
@@ -131,7 +131,8 @@ class _StepBuffers:
             indices = [i for i, tensor in enumerate(statistics) if tensor.dtype == dtype and not stages]
             local_parts = [local_part(p) for p in members]
             sizes = [_aligned(local.numel()) for local in local_parts]
-            ranges = [*_ranges([size * dtype.itemsize for size in sizes], bucket_bytes)] or [(0, 0)]  # statistics alone
+            # (0, 0): statistics alone
+            ranges = [*_bucket_ranges([size * dtype.itemsize for size in sizes], bucket_bytes)] or [(0, 0)]
             lengths = [sum(sizes[first:end]) + _aligned(end - first) for first, end in ranges]
             statistics_size = sum(_aligned(statistics[i].numel()) for i in indices)
             lengths[-1] += statistics_size
@@ -158,7 +159,7 @@ class _StepBuffers:
         return found
 
 
-def _layout(parameters: Sequence[nn.Parameter], statistics: Sequence[Tensor]) -> tuple[Any, ...]:
+def _layout_key(parameters: Sequence[nn.Parameter], statistics: Sequence[Tensor]) -> tuple[Any, ...]:
     """Key of a layout of buffers: equal for the same parameters and statistics."""
     return (*map(id, parameters), *((tensor.shape, tensor.dtype) for tensor in statistics))
 
@@ -173,7 +174,7 @@ def _views(buffer: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
     return [buffer[at : at + shape.numel()].view(shape) for shape, at in zip(shapes, offsets, strict=False)]
 
 
-def _ranges(sizes: Sequence[int], most: float) -> Iterator[tuple[int, int]]:
+def _bucket_ranges(sizes: Sequence[int], most: float) -> Iterator[tuple[int, int]]:
     """Cuts ``sizes`` from the end into ranges (first, end) of at most ``most``."""
     end, total = len(sizes), 0
     for index in range(len(sizes) - 1, -1, -1):
@@ -258,7 +259,7 @@ class GradientBuffers:
                     parameter.grad = grad.clone()
             self._set_aside = {parameter: parameter.grad for parameter in self.parameters}
         trained, statistics = self._trained(), self._statistics()
-        if self._sets[step % 2].holds != _layout(trained, statistics):
+        if self._sets[step % 2].holds != _layout_key(trained, statistics):
             self._sets[step % 2] = self._empty(trained, statistics)
         for parameter in self._set_aside:
             parameter.grad = None

@@ -139,7 +139,7 @@ class Device:
                         continue  # of Gloo's own, or of another group
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # no farewell
                     inode = inode_of(links[peer].fileno())
-                    _exchange(self._epoll, descriptor, event, links[peer])
+                    _replace_descriptor(self._epoll, descriptor, event, links[peer])
                 sockets[descriptor] = inode  # Gloo closes it at once if its peer is gone
             if peers:
                 raise UnsupportedError(f"Gloo holds no connection for {len(peers)} of {len(links)} peers")
@@ -224,7 +224,7 @@ def _dialed_port(sock: socket.socket) -> int:
     return 0
 
 
-def _exchange(epoll: int, descriptor: int, event: _Event, link: socket.socket) -> None:
+def _replace_descriptor(epoll: int, descriptor: int, event: _Event, link: socket.socket) -> None:
     """Puts ``link`` under ``descriptor``, with the same event in ``epoll``."""
     link.setblocking(False)
     if link.family != socket.AF_UNIX:
@@ -512,7 +512,7 @@ class _SumMessages:
         return sum_of_bytes(self._data[number])
 
 
-def _move(move: Callable[[socket.socket, memoryview], int], remaining: dict[socket.socket, memoryview]) -> None:
+def _transfer(move: Callable[[socket.socket, memoryview], int], remaining: dict[socket.socket, memoryview]) -> None:
     """Sends or receives what is ``remaining`` by socket, without blocking."""
     for sock, view in list(remaining.items()):
         try:
@@ -573,8 +573,8 @@ class SmallAllreduce:
         sends = dict.fromkeys(self._links.values(), parts.bytes[self._rank])
         receives = {sock: parts.bytes[peer] for peer, sock in self._links.items()}
         while True:
-            _move(socket.socket.send, sends)
-            _move(socket.socket.recv_into, receives)
+            _transfer(socket.socket.send, sends)
+            _transfer(socket.socket.recv_into, receives)
             if not sends and not receives:
                 return
             self._await(sends, receives)

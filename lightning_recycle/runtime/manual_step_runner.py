@@ -244,7 +244,7 @@ class _Ended(BaseException):
 
 
 @dataclass(frozen=True)
-class _Met:
+class _MeetingState:
     """State of a function: at a meeting, or (without ``together``) returned ``part``."""
 
     what: str
@@ -258,12 +258,12 @@ class _Coroutine:
     def __init__(self, body: Callable[[], Any], number: int) -> None:
         self.number, self._body = number, body
         self._answers: SimpleQueue[Any] = SimpleQueue()
-        self._states: SimpleQueue[_Met | BaseException] = SimpleQueue()
+        self._states: SimpleQueue[_MeetingState | BaseException] = SimpleQueue()
         run = contextvars.copy_context().run
         self._thread = threading.Thread(target=run, args=(self._main,), name=f"recycle-step-{number}", daemon=True)
         self._thread.start()
 
-    def resume(self, answer: Any) -> _Met:
+    def resume(self, answer: Any) -> _MeetingState:
         """Runs the thread with the answer of its meeting, to the next one or its end."""
         self._answers.put(answer)
         state = self._states.get()
@@ -271,7 +271,7 @@ class _Coroutine:
             raise state
         return state
 
-    def meet(self, state: _Met) -> Any:
+    def meet(self, state: _MeetingState) -> Any:
         """Within the thread: the argument of the next :meth:`resume`."""
         self._states.put(state)
         return self._answered()
@@ -291,7 +291,7 @@ class _Coroutine:
         _thread_state.coroutine = self
         try:
             self._answered()
-            self._states.put(_Met(_END, self._body()))
+            self._states.put(_MeetingState(_END, self._body()))
         except _Ended:
             pass
         except BaseException as error:  # raised again in the thread that waits for it
@@ -330,7 +330,7 @@ class Lockstep:
         coroutine: _Coroutine | None = getattr(_thread_state, "coroutine", None)
         if coroutine is None:
             return combine([contribution])
-        return coroutine.meet(_Met(what, contribution, combine))  # type: ignore[no-any-return]
+        return coroutine.meet(_MeetingState(what, contribution, combine))  # type: ignore[no-any-return]
 
     def run(self, bodies: Sequence[Callable[[], _T]]) -> list[_T]:
         if len(bodies) == 1:
@@ -339,7 +339,7 @@ class Lockstep:
         answer: Any = None
         try:
             while True:
-                states: list[_Met] = []
+                states: list[_MeetingState] = []
                 for coroutine, context in zip(coroutines, self._contexts, strict=True):
                     with context:
                         states.append(coroutine.resume(answer))

@@ -78,7 +78,7 @@ class MicrobatchRecord:
     def of(cls, step: int, task: Task, inputs: Any, target: Any) -> MicrobatchRecord | None:
         """A record, or None if the stage's inputs cannot be sent to others."""
         try:
-            inputs_copy, target_copy = mapped((inputs, target), _copy)
+            inputs_copy, target_copy = map_tensors((inputs, target), _copy)
             requires_grad = tuple(tensor.requires_grad for tensor in tensors_of(inputs))
         except Exception as error:  # whatever an object of the user's raises that cannot be pickled
             log.debug("Micro-batch %d cannot be recorded: %s", task.index, error)
@@ -158,7 +158,7 @@ class Recomputation:
         unchanged.
         """
         stage, index = self._stage, record.microbatch
-        inputs, target, grads = mapped((record.inputs, record.target, record.grads), _copy)
+        inputs, target, grads = map_tensors((record.inputs, record.target, record.grads), _copy)
         for tensor, wanted in zip(tensors_of(inputs), record.wanted, strict=True):
             tensor.requires_grad_(wanted)
         with self._recomputing(index), self._gradients_apart():
@@ -202,7 +202,7 @@ def tensors_of(value: Any) -> list[Tensor]:
     return take_apart(value)[1]
 
 
-def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """``value``, of any objects, with other tensors."""
     rest, tensors = take_apart(value)
     return put_together(rest, [function(tensor) for tensor in tensors])
@@ -341,7 +341,7 @@ class Verifier:
     def record_backward(self, task: Task, grads: Any, input_grads: Any) -> None:
         if (record := self._records.get(task.index)) is not None:
             made = tensors_of(input_grads)
-            record.grads = mapped(grads, _copy)
+            record.grads = map_tensors(grads, _copy)
             record.sums[_INPUT_GRADIENT] = checksum(made)
             if task.op.kind is OpKind.BACKWARD_INPUT and self._is_checked_on(task):
                 self._own_gradients.end()
@@ -355,7 +355,7 @@ class Verifier:
             record.sums[WEIGHT_GRADIENT] = checksum(self._recompute.gradients())
             self._own_gradients.end()
             self._own_gradients.add()
-            record.machine, self._own_record = _machine(), record
+            record.machine, self._own_record = _machine_digest(), record
             self._communicator.send(Channel.ACTIVATIONS, _as_message(record), self._checking_rank, self._tag)
         if self.inspects:
             made = self._recompute.gradients()
@@ -407,7 +407,7 @@ class Verifier:
         self._incoming = None
         with self._client.waiting(f"rank {checked}"):
             record = _from_message(self._communicator.receive(incoming))
-        if record.machine != _machine():
+        if record.machine != _machine_digest():
             if self._own_record is None:
                 self._report_passed()
                 return
@@ -447,7 +447,7 @@ class Verifier:
             assert record is not None, "who disputed keeps the record"
             with self._stage.as_in_training(), self._client.busy("a disputed micro-batch"):
                 record = _to_device(record, self._communicator.device)
-                has_a_say = record.machine in ("", _machine())
+                has_a_say = record.machine in ("", _machine_digest())
                 sums = self._recompute(record) if has_a_say else {}
                 varies = self._what_varies(record, sums) if has_a_say else ""
             self._client.send(messages.Voted(rank, self._client.generation, sums, varies, self._device))
@@ -492,7 +492,7 @@ class Verifier:
 
 
 def _to_device(record: MicrobatchRecord, device: torch.device) -> MicrobatchRecord:
-    found: MicrobatchRecord = mapped(record, lambda tensor: tensor.detach().to(device))
+    found: MicrobatchRecord = map_tensors(record, lambda tensor: tensor.detach().to(device))
     return found
 
 
@@ -510,7 +510,7 @@ def _from_message(message: Any) -> MicrobatchRecord:
     return found
 
 
-def _machine() -> str:
+def _machine_digest() -> str:
     """A digest of the properties that two workers must share to get the same bits."""
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device = _processor() if kind is None else hardware_name(kind)

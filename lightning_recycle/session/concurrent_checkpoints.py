@@ -217,7 +217,7 @@ class HolderGroup(StageGroup):
 
     def send(self, value: Any) -> None:
         """Sends ``value`` to the writer, in pieces, as the writer takes them."""
-        pieces = _Pieces(self)
+        pieces = _StreamedFile(self)
         try:
             stream = io.BufferedWriter(pieces, _PIECE)
             torch.save((self.version, value), stream)
@@ -299,7 +299,7 @@ class HolderGroup(StageGroup):
         return f"the worker of rank {rank} was lost, which had a part of it"
 
 
-class _Pieces(io.RawIOBase):
+class _StreamedFile(io.RawIOBase):
     """A file object that streams a part of a checkpoint to the writer."""
 
     def __init__(self, group: HolderGroup) -> None:

@@ -77,7 +77,7 @@ def table_of(owner: Any, key: TableKey) -> dict[Any, Any]:
 def hooks_of(owner: Any) -> HookTables:
     """Non-empty tables of hooks that users registered on a module or an optimizer."""
     filled = [(key, table) for key, table in tables_of(owner) if table]
-    ours = _ours(table for _, table in filled)
+    ours = _process_hooks(table for _, table in filled)
     found = {key: {number: hook for number, hook in table.items() if number not in ours} for key, table in filled}
     return {key: table for key, table in found.items() if table}
 
@@ -85,7 +85,7 @@ def hooks_of(owner: Any) -> HookTables:
 def put_hooks(owner: Any, hooks: Mapping[TableKey, Mapping[Any, Any]]) -> None:
     """Replaces the hooks that users registered on ``owner`` by ``hooks``."""
     tables = dict(tables_of(owner))
-    ours = _ours(tables.values())
+    ours = _process_hooks(tables.values())
     for key in {**tables, **hooks}:
         table = table_of(owner, key)
         own_hooks = {number: hook for number, hook in table.items() if number in ours}
@@ -93,7 +93,7 @@ def put_hooks(owner: Any, hooks: Mapping[TableKey, Mapping[Any, Any]]) -> None:
         table.update({**hooks.get(key, {}), **own_hooks})
 
 
-def _ours(tables: Iterable[Mapping[Any, Any]]) -> set[int]:
+def _process_hooks(tables: Iterable[Mapping[Any, Any]]) -> set[int]:
     """Numbers of hooks that belong to the process: this package's, and of sharding."""
     return {
         number
@@ -211,7 +211,7 @@ def attributes_of(owner: Any, whole: bool = True) -> dict[str, Any]:
 
     ``whole``: with parameters, buffers and submodules.
     """
-    kind, hidden = type(owner), _hidden(owner)
+    kind, hidden = type(owner), _process_attributes(owner)
     if not whole and isinstance(owner, nn.Module):
         hidden = hidden | {*_MODULE_CONTENTS}
     names = [name for name in vars_of(owner) if not name.startswith(_OF_SHARDED_MODULES)]
@@ -230,7 +230,7 @@ def _is_wrapped(kind: type[Any], name: str, value: Any) -> bool:
     return is_method and origin(value).partition(".")[0] in _FRAMEWORKS
 
 
-def _hidden(owner: Any) -> frozenset[str]:
+def _process_attributes(owner: Any) -> frozenset[str]:
     """Attributes that the process itself keeps in an object."""
     if isinstance(owner, pl.LightningModule):
         return _OF_LIGHTNING_MODULES

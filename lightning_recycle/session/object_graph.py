@@ -107,13 +107,13 @@ class LargeData:
 
     def _read(self) -> None:
         for path, value in self._values.items():
-            self._signs[path] = _sign(value)
+            self._signs[path] = _fingerprint(value)
 
     def unchanged(self) -> dict[int, Path]:
         """Original paths of unchanged data, by id."""
         if self._values:
             self._reader.join()
-        return {id(value): path for path, value in self._values.items() if _sign(value) == self._signs[path]}
+        return {id(value): path for path, value in self._values.items() if _fingerprint(value) == self._signs[path]}
 
 
 class ObjectGraph:
@@ -583,7 +583,7 @@ def _is_expanded(tensor: Tensor) -> bool:
     )
 
 
-def _sign(value: Any) -> Any:
+def _fingerprint(value: Any) -> Any:
     """Fingerprint of the contents of a large tensor or array."""
     if isinstance(value, Tensor):
         return value.data_ptr(), value.shape, version_of(value)

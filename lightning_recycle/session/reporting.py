@@ -61,7 +61,7 @@ def show_whole_run(trainer: pl.Trainer, parts: ModelParts, collectives: WorkerCo
             _measure_grid_as_one_device(callback, grid.num_workers)
         elif isinstance(callback, BasePredictionWriter):
             for name in ("write_on_batch_end", "write_on_epoch_end"):
-                setattr(callback, name, _by_the_leader(collectives, getattr(callback, name)))
+                setattr(callback, name, _write_on_leader(collectives, getattr(callback, name)))
 
 
 def keep_reports_apart(trainer: pl.Trainer) -> None:
@@ -132,7 +132,7 @@ def _measure_grid_as_one_device(monitor: ThroughputMonitor, num_workers: int) ->
             throughput.available_flops *= num_workers
 
 
-def _by_the_leader(collectives: WorkerCollectives, write: Callable[..., None]) -> Callable[..., None]:
+def _write_on_leader(collectives: WorkerCollectives, write: Callable[..., None]) -> Callable[..., None]:
     """Lets the leader alone write predictions, which all workers have."""
     write = getattr(write, "prepared", write)  # in the previous run
 

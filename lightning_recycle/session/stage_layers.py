@@ -337,7 +337,7 @@ def why_layers_stay(trainer: pl.Trainer, parts: ModelParts, owned: Iterable[int]
     for index in owned:
         try:
             with parts.unwatched(index) as layer:
-                take_apart(layer, _travels)
+                take_apart(layer, _is_sent_apart)
         except Exception as error:  # whatever the user's objects raise
             return f"layer {index} cannot be pickled ({type(error).__name__}: {error})"
     return ""
@@ -351,7 +351,7 @@ def _tensor_attribute(optimizer: Optimizer) -> str | None:
     return None
 
 
-def _travels(tensor: Tensor) -> bool:
+def _is_sent_apart(tensor: Tensor) -> bool:
     """Whether a tensor is sent apart from the pickle of the value around it."""
     return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
 
@@ -367,7 +367,7 @@ def _flat(value: Any) -> Iterable[Any]:
 
 
 @dataclass(frozen=True)
-class _Given:
+class _PackedLayers:
     """Packed layers on their way to another worker.
 
     ``skeleton``: ``(layers, states, gradients)`` without the tensors: modules by index, states by optimizer, gradients
@@ -526,7 +526,7 @@ class StageLayers:
 
     # ------------------------------------------------------------------ packing
 
-    def pack_layers(self, layers: Iterable[int]) -> _Given:
+    def pack_layers(self, layers: Iterable[int]) -> _PackedLayers:
         """``layers`` with optimizer states and gradients, for :meth:`install_layers`."""
         layers = tuple(layers)
         self._end_measuring()  # what it does to the layers is not the user's to pickle
@@ -541,10 +541,10 @@ class StageLayers:
         with self._parts.unwatched(*layers) as modules:
             # Whatever was picklable at the start still is, unless the user's code has changed it.
             skeleton, tensors = take_apart(
-                (dict(zip(layers, modules, strict=True)), states, moving_gradients), _travels
+                (dict(zip(layers, modules, strict=True)), states, moving_gradients), _is_sent_apart
             )
         kinds = [(isinstance(t, nn.Parameter), t.requires_grad, t.device.type != "cpu") for t in tensors]
-        return _Given(self._stage, skeleton, [tensor.detach() for tensor in tensors], kinds, self._names())
+        return _PackedLayers(self._stage, skeleton, [tensor.detach() for tensor in tensors], kinds, self._names())
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:
         return list(self._parts.module.named_parameters(remove_duplicate=False))
@@ -561,7 +561,7 @@ class StageLayers:
 
     # ------------------------------------------------------------------ installing
 
-    def install_layers(self, cuts: Cuts, received: Sequence[_Given]) -> StageBundle:
+    def install_layers(self, cuts: Cuts, received: Sequence[_PackedLayers]) -> StageBundle:
         """Replaces this worker's layers by those of ``cuts``; returns their bundle.
 
         ``received``: layers of other stages with their optimizer states and gradients, packed by :meth:`pack_layers`.

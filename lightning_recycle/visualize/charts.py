@@ -469,18 +469,18 @@ def _label(text: str, x: float, y: float, anchor: str | None = None, kind: str =
     return Shape("text", place, text)
 
 
-def _of(series: Series, kind: str) -> str:
+def _series_classes(series: Series, kind: str) -> str:
     """The classes of a shape of ``series``."""
     return f"{kind} {series.color} series s-{series.key}"
 
 
 def _stroke(series: Series, d: str) -> Shape:
-    return _path(d, _of(series, "stroke dashed" if series.dashed else "stroke"))
+    return _path(d, _series_classes(series, "stroke dashed" if series.dashed else "stroke"))
 
 
 def _mark(series: Series, x: float, y: float, **tip: str) -> Iterable[Shape]:
     if series.marker is not None:
-        look = _of(series, "mark hollow" if series.dashed else "mark fill")
+        look = _series_classes(series, "mark hollow" if series.dashed else "mark fill")
         yield _path(_MARKERS[series.marker], look, transform=f"translate({x:.1f} {y:.1f})", **tip)
 
 
@@ -510,7 +510,7 @@ def line_chart(title: str, series: Sequence[Series], x: Axis, y: Axis) -> Pictur
                 for sign, points in ((1, each.points), (-1, each.points[::-1]))
             ]
             outline = "L".join(f"{px:.1f} {py:.1f}" for px, py in (*edges[0], *edges[1]))
-            shapes.append(_path(f"M{outline}z", _of(each, "band")))
+            shapes.append(_path(f"M{outline}z", _series_classes(each, "band")))
         for point, (px, py) in zip(each.points, places, strict=True):
             shapes += _mark(each, px, py, **{"data-tip": point.tip})
     return Picture(title, _TOP + _PLOT + _BOTTOM, shapes)
@@ -527,7 +527,7 @@ def row_chart(title: str, rows: Sequence[tuple[str, Sequence[Segment]]], x: Axis
         for each in segments:
             at, height = frame.px(each.begin), round(each.height * bar, 1)
             box = {"x": round(at, 1), "y": floor - height, "width": max(0.3, round(frame.px(each.end) - at, 1))}
-            look = {"class": _of(each.series, "fill"), "data-tip": f"{row}: {each.tip}"}
+            look = {"class": _series_classes(each.series, "fill"), "data-tip": f"{row}: {each.tip}"}
             shapes.append(Shape("rect", {**box, "height": height, **look}))
     return Picture(title, frame.bottom + _BOTTOM, shapes)
 
@@ -538,7 +538,7 @@ def step_chart(title: str, above: Series, series: Sequence[Series], x: Axis, upp
     first = _Frame(_LEFT, _TOP, width, 66.0, x, upper)
     second = _Frame(_LEFT, first.bottom + gap, width, 170.0, x, lower)
     floor = f"V{first.bottom:.1f}H{first.px(above.points[0].x):.1f}z"
-    shapes = [*first.axes(x_labels=False), _path(_steps(first, above) + floor, _of(above, "area"))]
+    shapes = [*first.axes(x_labels=False), _path(_steps(first, above) + floor, _series_classes(above, "area"))]
     shapes += [_stroke(above, _steps(first, above)), *second.axes()]
     shapes += [_stroke(each, _steps(second, each)) for each in series]
     return Picture(title, second.bottom + _BOTTOM, shapes)

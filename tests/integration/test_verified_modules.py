@@ -109,7 +109,7 @@ class Unlike(Regression):
 
     def on_fit_start(self) -> None:
         kind = self.kinds[self.trainer.strategy.worker.pipeline]
-        verification._machine = lambda: kind
+        verification._machine_digest = lambda: kind
 
 
 @pytest.mark.parametrize("fault", sampled([WRONG, Fault("kill", 1, 0, step=3)], 1, rest=pytest.mark.long))

@@ -22,7 +22,7 @@ from support.sampling import sampled
 from torch import Tensor
 
 from lightning_recycle.control.client import Interrupted
-from lightning_recycle.runtime.communicator import SMALL_BYTES, CommunicationError, Communicator, _pieces
+from lightning_recycle.runtime.communicator import SMALL_BYTES, CommunicationError, Communicator, _message_pieces
 from lightning_recycle.runtime.groups_and_transports import PACKED_BYTES, Transport, UnreachableError
 from lightning_recycle.runtime.wire import HEADER_BYTES, MAX_TENSORS
 
@@ -307,9 +307,9 @@ def test_a_state_arrives_whole_in_parts_of_so_many_bytes(four, part_bytes):
 def test_both_sides_of_a_transfer_cut_it_alike(monkeypatch, part_bytes):
     monkeypatch.setattr("lightning_recycle.runtime.communicator._PART_BYTES", part_bytes)
     tensors = [torch.arange(100), torch.zeros(0), torch.full((3, 5), 2.5), *[torch.ones(1)] * 70]
-    parts = _pieces(tensors)
+    parts = _message_pieces(tensors)
     assert [[piece.nbytes for piece in part] for part in parts] == [
-        [piece.nbytes for piece in part] for part in _pieces([torch.empty_like(tensor) for tensor in tensors])
+        [piece.nbytes for piece in part] for part in _message_pieces([torch.empty_like(tensor) for tensor in tensors])
     ]
     assert all(sum(piece.nbytes for piece in part) <= part_bytes and len(part) <= MAX_TENSORS for part in parts)
     joined = torch.cat([piece for part in parts for piece in part])

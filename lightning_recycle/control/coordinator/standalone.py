@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = _checked(options)
         most_runs = None if options.runs is None else flag_value("--runs", options.runs, integer(1))
         address, key = address_from(options.listen, "--listen"), key_from_environment()
-        if http is not None and _are_same(http, address):
+        if http is not None and _are_exclusive(http, address):
             setting = "RECYCLE_HTTP" if options.http is None else "--http"
             raise ConfigurationError(f"{setting} and --listen have the same address: give another port.")
         reception = Reception(address, key, _WORKERS)
@@ -142,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stack.enter_context(contextlib.closing(reception))
         if options.obey:
             die_with_parent()
-            _obey(end_after_this)
+            _read_orders(end_after_this)
         try:
             stack.enter_context(served(monitor, http))
         except ConfigurationError as error:
@@ -191,12 +191,12 @@ def _shown_at(option: str | None) -> tuple[str, int] | None:
     return http_address_from_environment() if option is None else http_address(option, "--http")
 
 
-def _are_same(one: tuple[str, int], other: tuple[str, int]) -> bool:
+def _are_exclusive(one: tuple[str, int], other: tuple[str, int]) -> bool:
     """Whether no process could listen at both addresses at once."""
     return one[1] == other[1] != 0 and (one[0] == other[0] or not {one[0], other[0]}.isdisjoint({"0.0.0.0", "::"}))
 
 
-def _obey(end_after_this: Callable[[], None]) -> None:
+def _read_orders(end_after_this: Callable[[], None]) -> None:
     """Reads the orders ``over`` and ``end`` from standard input; ignores signals."""
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)

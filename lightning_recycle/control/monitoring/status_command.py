@@ -252,7 +252,7 @@ def _await_status(target: _Target, seconds: float, passing: tuple[type[NoRun], .
         time.sleep(seconds)
 
 
-def _head(status: Mapping[str, Any]) -> Any:
+def _summary_line(status: Mapping[str, Any]) -> Any:
     """One line about the whole run."""
     from rich.text import Text
 
@@ -272,7 +272,7 @@ def _render(status: Mapping[str, Any]) -> Any:
     from rich.text import Text
 
     speed, plan, now = status["throughput"], status["plan"], status["time"]
-    lines: list[Any] = [_head(status)]
+    lines: list[Any] = [_summary_line(status)]
     if speed["steps_per_second"]:
         text = f"{speed['steps_per_second']:.4g} steps/s"
         if speed["samples_per_second"] is not None:

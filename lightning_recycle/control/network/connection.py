@@ -103,7 +103,7 @@ def decode(kind: type[Any], body: bytes | bytearray | memoryview) -> Any:
         raise BadMessageError(f"no {kind.__name__}: {error}") from error
 
 
-def _plain(value: Any) -> Any:
+def _to_plain_types(value: Any) -> Any:
     """Converts NumPy scalars and subclasses of msgpack types to msgpack types."""
     conversions: tuple[tuple[type[Any], Callable[[Any], Any]], ...] = (
         (numbers.Integral, int),
@@ -117,7 +117,7 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__} is no plain data")
 
 
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_to_plain_types)
 
 
 # ---------------------------------------------------------------------- the handshake
@@ -425,7 +425,7 @@ def connect(address: tuple[str, int], key: bytes, timeout: float = HANDSHAKE_SEC
     handshake = Handshake(Role.WORKER, key)
     try:
         sock.sendall(handshake.greeting)
-        for data in _pieces(sock, deadline, handshake):
+        for data in _handshake_input(sock, deadline, handshake):
             sock.sendall(handshake.receive(data))
         sock.settimeout(None)
         return MessageConnection(sock, FrameBuffer(TO_WORKERS, handshake.rest))
@@ -434,7 +434,7 @@ def connect(address: tuple[str, int], key: bytes, timeout: float = HANDSHAKE_SEC
         raise
 
 
-def _pieces(sock: socket.socket, deadline: float, handshake: Handshake) -> Iterator[bytes]:
+def _handshake_input(sock: socket.socket, deadline: float, handshake: Handshake) -> Iterator[bytes]:
     """Bytes that arrive until ``handshake`` is done."""
     while not handshake.done:
         left = deadline - time.monotonic()

@@ -292,7 +292,7 @@ class DriftMonitor:
                 if beside:
                     series[worker].append(sum(beside) / len(beside))
         medians = {worker: median(values) for worker, values in series.items() if values}
-        doubt.update(_noise({worker: series[worker] for worker in medians}, 2**0.5))
+        doubt.update(_median_error({worker: series[worker] for worker in medians}, 2**0.5))
         usual = sorted(medians.values())[(len(medians) - 1) // 2] if medians else 0.0
         relative = dict.fromkeys(sorted(measured), 0.0)
         for worker, value in medians.items():
@@ -324,7 +324,7 @@ class DriftMonitor:
             name: [frame[name] - shift for frame, shift in zip(frames, common, strict=True) if name in frame]
             for name in sorted({name for frame in frames for name in frame})
         }
-        noise = _noise(series)
+        noise = _median_error(series)
         doubt.update(noise)
         for stage in range(len(stages)):  # where every backward is fused, B and W follow from BW
             for kind in ("B", "W"):
@@ -337,7 +337,7 @@ def _by_kind(costs: Costs, stage: int) -> dict[str, float]:
     return {"F": costs.forward[stage], "B": costs.backward_input[stage], "W": costs.backward_weight[stage]}
 
 
-def _noise(series: Mapping[Any, list[float]], times: float = 1.0) -> dict[Any, float]:
+def _median_error(series: Mapping[Any, list[float]], times: float = 1.0) -> dict[Any, float]:
     """Error of each median, multiplied by ``times`` (to compare two medians)."""
     errors = {}
     for name, values in series.items():

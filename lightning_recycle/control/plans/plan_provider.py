@@ -244,14 +244,14 @@ def newest(schedules: Sequence[Schedule]) -> int:
     """Number of ``schedules``, counted from the last, that may be kept: at least one."""
     left, count = _KEPT_OPERATIONS, 0
     for schedule in reversed(schedules):
-        left -= _size(schedule)
+        left -= _num_operations(schedule)
         if left < 0 and count:
             break
         count += 1
     return count
 
 
-def _size(schedule: Schedule) -> int:
+def _num_operations(schedule: Schedule) -> int:
     """Memory of ``schedule`` as a number of operations; if compact, of lanes."""
     if isinstance(schedule, CompactSchedule):
         return len(schedule.workers)
@@ -284,12 +284,12 @@ class ReadyPlan:
     def is_replaced_by(self, schedule: Schedule, problem: Problem) -> bool:
         """Whether to keep ``schedule``, made for ``problem``, instead."""
         current = self.schedule
-        if current.problem.technique != schedule.problem.technique or not _keeps_to(current, problem):
+        if current.problem.technique != schedule.problem.technique or not _fits_memory(current, problem):
             return True
         return schedule.period < retime(current, schedule.problem.costs).period * (1 - 1e-9)
 
 
-def _keeps_to(schedule: Schedule, problem: Problem) -> bool:
+def _fits_memory(schedule: Schedule, problem: Problem) -> bool:
     """Whether ``schedule`` fits into the memory of ``problem``."""
     return schedule.problem.memories == problem.memories or schedule.fits(problem)
 
@@ -335,7 +335,8 @@ class ReadyPlans:
     def capacity(self) -> int:
         """Number of plans like the largest one here that can be kept."""
         with self._lock:
-            largest = max((_size(plan.schedule) for plan in self._plans.values()), default=_operations(self._grid))
+            sizes = [_num_operations(plan.schedule) for plan in self._plans.values()]
+            largest = max(sizes, default=_operations(self._grid))
         return max(1, _KEPT_OPERATIONS // largest)
 
 
@@ -435,7 +436,7 @@ class PlanProvider:
     def _at_hand(self, problem: Problem) -> ReadyPlan | None:
         """The plan that was made ahead, or is stored."""
         found = self._ready.find(problem)
-        if found is None or not _keeps_to(found.schedule, problem):
+        if found is None or not _fits_memory(found.schedule, problem):
             found = self._stored(problem, needed=True)
             if found is not None:
                 self._ready.keep(found)
@@ -501,7 +502,7 @@ class PlanProvider:
         if running is not None:
             ready_plan = ready.find(present)
             is_open = assumed.splitting is not None and ready.choice(present) is None
-            at_once = is_open or not _keeps_to(running, present)
+            at_once = is_open or not _fits_memory(running, present)
             later = running.problem.memories != present.memories or (ready_plan is not None and not ready_plan.is_final)
         if at_once:
             yield from self._improve(present, assumed, ready, is_running=True)

@@ -564,7 +564,7 @@ def choose_evictions(
         tries += 1
         if tries > _MAX_TRIES or not all(stage - evicted for stage in stages):
             return
-        if best is not None and len(evicted) + _least(unrepaired) >= len(best):
+        if best is not None and len(evicted) + _min_evictions(unrepaired) >= len(best):
             return
         if not unrepaired:
             best = evicted if can_recover(evicted) else best
@@ -580,7 +580,7 @@ def choose_evictions(
     return None if best is None else tuple(sorted(best))
 
 
-def _least(pairs: Collection[Pair]) -> int:
+def _min_evictions(pairs: Collection[Pair]) -> int:
     """Least number of evictions for ``pairs``: one per pair without common worker."""
     seen: set[int] = set()
     for pair in sorted(pairs):
