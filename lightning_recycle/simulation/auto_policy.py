@@ -74,7 +74,7 @@ class _PolicyState:
 
 @dataclass(frozen=True)
 class Auto(Policy):
-    """The best deployment at every change: re-routed, moved workers or layers, or both.
+    """The best deployment at each change: re-routing, moved workers, layers, or both.
 
     Assumptions:
 
