@@ -52,7 +52,7 @@ from lightning_recycle.planning.timing import (
 
 
 @dataclass(frozen=True, slots=True)
-class Urgency:
+class EdgePriority:
     """Operations that nothing may delay: first gradient and last micro-batches.
 
     The first ``first_backwards`` and the last ``last_backwards`` B are waited for, whatever else could begin. The last
@@ -67,7 +67,7 @@ class Urgency:
     patience: float = 0.0
 
 
-NO_URGENCY = Urgency()
+NO_EDGE_PRIORITY = EdgePriority()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Rule:
     ages: Sequence[int]
     forward_first: tuple[int, ...]
     patience: tuple[float, float] = (0.0, 0.0)
-    urgency: Urgency = NO_URGENCY
+    edge_priority: EdgePriority = NO_EDGE_PRIORITY
 
 
 def play_list_schedule(codes: Codes, rule: Rule, limit: Sequence[int]) -> tuple[list[int], int]:
@@ -121,7 +121,7 @@ class _ScheduleSimulation:
         self.tolerance = 1e-9 * min(positive, default=1.0)  # times that differ only by rounding are the same moment
         memory = codes.problem.memory
         self.free_memory = None if memory is None else _FreeMemory(codes, memory)
-        is_patient = any(rule.patience) or rule.urgency != NO_URGENCY
+        is_patient = any(rule.patience) or rule.edge_priority != NO_EDGE_PRIORITY
         self.arrivals = _Arrivals(codes, rule, self.tolerance) if is_patient else None
         # An operation ends (its code), or its result arrives at the next stage (code + size).
         self.events: list[tuple[float, int]] = []
@@ -255,7 +255,12 @@ class _Arrivals:
     """Results under way to each worker, for which it may stay idle."""
 
     def __init__(self, codes: Codes, rule: Rule, tolerance: float) -> None:
-        self.codes, self.urgency, self.patience, self.tolerance = codes, rule.urgency, rule.patience, tolerance
+        self.codes, self.edge_priority, self.patience, self.tolerance = (
+            codes,
+            rule.edge_priority,
+            rule.patience,
+            tolerance,
+        )
         workers = range(codes.problem.grid.num_workers)
         self.forwards: list[list[float]] = [[] for _ in workers]
         self.backwards: list[list[float]] = [[] for _ in workers]
@@ -267,14 +272,14 @@ class _Arrivals:
 
     def is_last_forward(self, rank: int) -> bool:
         """Whether the next F is one of the last, which go before any B."""
-        return self.forwards_left[rank] <= self.urgency.last_forwards_first
+        return self.forwards_left[rank] <= self.edge_priority.last_forwards_first
 
     def are_worth_waiting_for(self, rank: int, kind: int, now: float, seconds: float, takes_forward: bool) -> bool:
         """Whether to stay idle instead of beginning an operation of so many ``seconds``."""
         forwards, backwards = self.forwards[rank], self.backwards[rank]
-        if takes_forward and forwards and self.forwards_left[rank] <= self.urgency.awaited:
+        if takes_forward and forwards and self.forwards_left[rank] <= self.edge_priority.awaited:
             idle = forwards[0] - now
-            if idle < self.urgency.patience * (seconds - idle) - self.tolerance:
+            if idle < self.edge_priority.patience * (seconds - idle) - self.tolerance:
                 return True
         if not backwards or kind not in (FORWARD, WEIGHT):
             return False
@@ -282,8 +287,8 @@ class _Arrivals:
         if kind == FORWARD and self.is_last_forward(rank):
             patience = 0.0
         elif (
-            self.backwards_begun[rank] < self.urgency.first_backwards
-            or self.backwards_left[rank] <= self.urgency.last_backwards
+            self.backwards_begun[rank] < self.edge_priority.first_backwards
+            or self.backwards_left[rank] <= self.edge_priority.last_backwards
         ):
             patience = inf
         idle = backwards[0] - now
@@ -366,14 +371,14 @@ def _pattern(microbatches: int, warmup: int, limit: int | None) -> list[tuple[in
 _SEED = 1
 # Instead of beginning a W, or an F or W. With F : B : W = 1 : 1.1 : 0.9, 0.25 and 1 are worse, any cost is far worse.
 _PATIENCES = ((0.0, 0.0), (0.5, 0.5))
-_EXPRESS_PATIENCE = (0.3, 0.7)  # the same where forwards are awaited too
+_EDGE_PATIENCE = (0.3, 0.7)  # the same where forwards are awaited too
 # Of the micro-batches that a stage can send out until its first gradient comes back. 24 x 64 x 128 with 5 % failed and
 # F : B : W = 1 : 1.1 : 0.9: 3.5 % above the lower bound instead of 4.5 %.
 _KEEP = 0.85
 # What is urgent, of the micro-batches of a pipeline, and what is kept then, of those in a round trip. The same grid
 # with S in flight: 2.8 % above the lower bound instead of 6.2 %.
-_EXPRESS_BACKWARDS, _EXPRESS_FORWARDS, _AWAITED_FORWARDS, _AWAITING = 1 / 32, 0.3, 0.5, 1.6
-_EXPRESS_KEEP = 0.6087
+_EDGE_BACKWARDS, _EDGE_FORWARDS, _AWAITED_FORWARDS, _AWAITING = 1 / 32, 0.3, 0.5, 1.6
+_EDGE_KEEP = 0.6087
 _FEWEST_PLAYS, _FEWEST_PATIENT_PLAYS = 3, 2  # however large the grid; those with patience take longer
 _MOST_FRUITLESS = 400  # plays in a row without a better schedule
 
@@ -405,7 +410,7 @@ class _Point(NamedTuple):
     split: int = 0
     patience: int = 0
     keep: int = 0
-    urgency: int = 0
+    edge_priority: int = 0
 
 
 def search(
@@ -452,19 +457,19 @@ class _RuleSearch:
         uneven = len(work) > 1 or costs.communication or problem.worker_factors
         self.patiences: tuple[tuple[float, float], ...] = _PATIENCES if uneven else _PATIENCES[:1]
         self.keeps: list[tuple[int, ...]] = [(0,) * self.stages]
-        self.urgencies = [NO_URGENCY]
+        self.edge_priorities = [NO_EDGE_PRIORITY]
         if uneven and self.stages > 1:
             trips = _round_trips(problem.costs, codes.durations)
             self.keeps.append(tuple(round(_KEEP * trip) for trip in trips))
             own, counts = _round_trips(problem.costs, codes.durations, itself=True), problem.live_counts()
-            share = _EXPRESS_KEEP * grid.pipelines
+            share = _EDGE_KEEP * grid.pipelines
             self.keeps.append(tuple(int(share * trip / live) for trip, live in zip(own, counts, strict=True)))
-            self.patiences = (*_PATIENCES, _EXPRESS_PATIENCE)
-            backwards = max(1, round(_EXPRESS_BACKWARDS * grid.microbatches))
-            forwards, awaited = (int(share * grid.microbatches) for share in (_EXPRESS_FORWARDS, _AWAITED_FORWARDS))
-            self.urgencies += [
-                Urgency(backwards, backwards),
-                Urgency(1, backwards, forwards, awaited, _AWAITING),
+            self.patiences = (*_PATIENCES, _EDGE_PATIENCE)
+            backwards = max(1, round(_EDGE_BACKWARDS * grid.microbatches))
+            forwards, awaited = (int(share * grid.microbatches) for share in (_EDGE_FORWARDS, _AWAITED_FORWARDS))
+            self.edge_priorities += [
+                EdgePriority(backwards, backwards),
+                EdgePriority(1, backwards, forwards, awaited, _AWAITING),
             ]
         fewest = _FEWEST_PATIENT_PLAYS if uneven else _FEWEST_PLAYS
         self.plays_left = max(1 if goal else fewest, effort // operations) if effort else 1
@@ -475,7 +480,7 @@ class _RuleSearch:
         if self.has_few_plays and len(self.keeps) > 1:  # the better guess then; patience alone comes second
             short = self.limit[0] < self.keeps[1][0]
             limited = int(self.limit[0] < self.codes.n)  # without a limit the first gradient is in time anyway
-            patient = first._replace(patience=len(_PATIENCES) - 1, keep=1, urgency=limited)
+            patient = first._replace(patience=len(_PATIENCES) - 1, keep=1, edge_priority=limited)
             first = self._awaiting_point if short else patient
         if first_rule is not None:
             self._try(first_rule)
@@ -523,11 +528,11 @@ class _RuleSearch:
     @property
     def _awaiting_point(self) -> _Point:
         """Where forwards are awaited: best where memory holds them back."""
-        return _Point(0, len(self.patiences) - 1, len(self.keeps) - 1, len(self.urgencies) - 1)
+        return _Point(0, len(self.patiences) - 1, len(self.keeps) - 1, len(self.edge_priorities) - 1)
 
     def _template(self, point: _Point) -> Rule:
         forward_first = self.limit[: point.split] + self.keeps[point.keep][point.split :]
-        return Rule(self.ages, forward_first, self.patiences[point.patience], self.urgencies[point.urgency])
+        return Rule(self.ages, forward_first, self.patiences[point.patience], self.edge_priorities[point.edge_priority])
 
     def _climb(self, current: _Point) -> None:
         """Improves the numbers of a point, already played, one by one from a few starts."""
@@ -551,7 +556,7 @@ class _RuleSearch:
             *(_Point(split) for split in (0, stages // 2, stages, 1)),
             # The last: where memory is short, keeping changes nothing, and plays are better spent on the others.
             *(_Point(patience=patient[-1], keep=keep) for keep in range(1, len(self.keeps))),
-            *((self._awaiting_point,) if len(self.urgencies) > 1 else ()),
+            *((self._awaiting_point,) if len(self.edge_priorities) > 1 else ()),
         ):
             better(start)
         while any(better(point) for point in self._neighbours(current)):
@@ -563,7 +568,7 @@ class _RuleSearch:
         yield from (point._replace(split=split) for split in sorted(splits, key=lambda split: abs(split - point.split)))
         yield from (point._replace(patience=patience) for patience in range(len(self.patiences)))
         yield from (point._replace(keep=keep) for keep in range(len(self.keeps)))
-        yield from (point._replace(urgency=urgency) for urgency in range(len(self.urgencies)))
+        yield from (point._replace(edge_priority=edge_priority) for edge_priority in range(len(self.edge_priorities)))
 
     def _changed(self, rule: Rule) -> Rule:
         """``rule`` with random changes, or a random template, or micro-batches shuffled."""
