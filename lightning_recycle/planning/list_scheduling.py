@@ -14,7 +14,7 @@ stage warms up further than the one before it, which would deadlock.
 *Search*: a hill climb finds up to which stage forwards go first (*split*: early stages feed the pipeline, late stages
 the gradients), how many micro-batches the other stages have under way before they prefer backwards (*keep*), whether a
 worker waits for a backward about to arrive (*patience*), and whether the first gradient and the last micro-batches wait
-at any stage (*urgent*). Random changes of single stages and micro-batches follow, kept if not worse, by a seeded
+at any stage (*edge priority*). Random changes of single stages and micro-batches follow, kept if not worse, by a seeded
 generator, until the goal is met or the effort is spent.
 
 *Memory descent*: an eager plan holds many times the micro-batches that its period needs, so it is searched again under
