@@ -14,7 +14,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-from simulated_device.choice import ON_DEVICES, choose_for_devices
+from simulated_device.choice import ON_DEVICES, skip_unsuited
 from support.sampling import LONG_SAMPLE, LONGEST, chooses_by_default
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job of a script: its children would ignore it too
@@ -82,7 +82,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(f"{unstable[0]} is named by an address; give its parameter an id")
     items.sort(key=lambda item: item.path.name not in LONGEST)
     if ON_DEVICES:
-        choose_for_devices(config, items)
+        skip_unsuited(items)
     if not chooses_by_default(config):
         return
     long = [item for item in items if item.get_closest_marker("long") and not item.get_closest_marker("exhaustive")]

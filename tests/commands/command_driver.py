@@ -66,8 +66,8 @@ def _unannounced(err: str) -> str:
     return "".join(line for line in err.splitlines(keepends=True) if not line.startswith("simulating "))
 
 
-def check_refused(command: str, directory: Path, bad: list[tuple[list[str], str]], *more: str) -> None:
-    """Each of these calls ends with exit code 2 and one line that says what is wrong."""
+def check_refused(command: str, directory: Path, bad: list[tuple[list[str], str]], *more: str) -> list[Answer]:
+    """Each of these calls ends with exit code 2 and one line that says what is wrong; returns their answers."""
     answers = run_all(command, directory, *([*arguments, *more] for arguments, _ in bad))
     for (arguments, message), (code, _, err) in zip(bad, answers, strict=True):
         assert code == 2, (arguments, err)
@@ -75,3 +75,4 @@ def check_refused(command: str, directory: Path, bad: list[tuple[list[str], str]
         assert err.startswith(f"{command}: "), (arguments, err)
         assert err.count("\n") == 1, (arguments, err)
         assert message in err, (arguments, err)
+    return answers

@@ -145,7 +145,7 @@ MEETS_WHEN_KILLED = {
 }
 
 
-@pytest.mark.parametrize("stops", [False, True])
+@pytest.mark.parametrize("stops", [pytest.param(False, marks=pytest.mark.long), True])
 @over(SAMPLE_WHEN_KILLED)
 def test_every_promise_holds_when_the_coordinator_is_killed_at_any_moment(histories: range, stops: bool) -> None:
     met = play(histories, kills=True, stops=stops)
@@ -235,7 +235,7 @@ def test_every_promise_holds_where_positions_have_three_members(histories: range
 MEETS_IN_HOOKS = {"hook", "hook goes on", "left in a hook", "rejoined"}
 
 
-@pytest.mark.parametrize("members", [2, 3])
+@pytest.mark.parametrize("members", [pytest.param(2, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize("kills", [False, True])
 @over(SAMPLE_OF_MEMBERS)
 def test_a_hook_that_runs_collectives_of_its_position_runs_once(histories: range, members: int, kills: bool) -> None:

@@ -35,7 +35,7 @@ def record_of(run: L.Trainer) -> list[dict[str, Any]]:
     return [callback.state_dict() for callback in run.checkpoint_callbacks]
 
 
-@FORMATS
+@FILE
 @pytest.mark.parametrize("grid", sampled([((1, 1),), ((2, 1),), ((1, 2),), ((2, 2),)], 1), ids=str)
 def test_files_records_and_weights_are_those_of_saves_that_all_wait_for_and_a_run_resumes_exactly_from_one(
     sharded, grid, tmp_path
@@ -67,10 +67,9 @@ def test_files_records_and_weights_are_those_of_saves_that_all_wait_for_and_a_ru
     saves((2, 1), [], sharded=sharded, ckpt_path=tmp_path / "True" / "step=8.ckpt")
 
 
-@FILE
-@pytest.mark.parametrize(
-    "place", [(0, 1), *(pytest.param(place, marks=pytest.mark.long) for place in ((1, 1), (0, 0)))], ids=str
-)
+@pytest.mark.long
+@FORMATS
+@pytest.mark.parametrize("place", [(0, 1), (1, 1), (0, 0)], ids=str)
 def test_a_holder_that_dies_costs_that_checkpoint_and_nothing_else(sharded, place, tmp_path):
     fault = WRITER_DIES if place == (0, 1) else Fault("kill", *place, step=4)
     run = saves((2, 2), [*checkpoints(tmp_path), CompleteOnly()], [fault], sharded)
@@ -191,11 +190,11 @@ def test_code_that_needs_all_of_a_checkpoint_at_once_has_it(kind, tmp_path):
 @FORMATS
 def test_holders_write_no_faster_than_they_may(sharded, tmp_path):
     saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
-    run = saves((1, 2), [saving], sharded=sharded, background="auto", steps=2, strategy={"bandwidth": 0.01})
+    run = saves((1, 2), [saving], sharded=sharded, background="auto", steps=2, strategy={"bandwidth": 0.05})
     (begun,), (saved,) = happened(run, "checkpoint_begun"), happened(run, "saved")
     path = tmp_path / "step=2.ckpt"
     sizes = [file.stat().st_size for file in ([path] if path.is_file() else path.glob("*.distcp"))]
-    assert saved.time - begun.time > 0.9 * max(sizes) / 10_000
+    assert saved.time - begun.time > 0.9 * max(sizes) / 50_000
 
 
 # ---------------------------------------------------------------------- storage that is slow
@@ -252,7 +251,7 @@ class ReadsAtOnce(L.Callback):
         assert damage(path) is None
 
 
-@FORMATS
+@FOLDER
 def test_a_checkpoint_that_a_hook_saves_is_there_when_it_goes_on(sharded, tmp_path):
     strategy = {"background": True, "save_distributed_checkpoint": sharded}
     options: Any = {"default_root_dir": tmp_path, "strategy": strategy}

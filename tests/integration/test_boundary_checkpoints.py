@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,18 @@ def run(
     return trainer, diary, module.state_dict()
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> Callable[..., tuple[Path, Any]]:
+    """The folder of the undisturbed run of a case, and that run."""
+
+    @functools.cache
+    def of(*case: Any, **saving: Any) -> tuple[Path, Any]:
+        folder = tmp_path_factory.mktemp("known")
+        return folder, run(*case, folder, **saving)
+
+    return of
+
+
 def assert_same_run(found: tuple[L.Trainer, Diary, dict[str, Tensor]], known: Any) -> None:
     assert len(found[1].rows) == len(known[1].rows)
     for one, other in zip(found[1].rows, known[1].rows, strict=True):
@@ -195,16 +208,16 @@ def left_by(run: tuple[L.Trainer, Diary, Any], folder: Path) -> Any:
     sampled([(*case, n) for case in MATRIX for n in range(4)], 1, 12),
 )
 def test_a_run_whose_workers_are_all_killed_goes_on_as_if_nothing_had_happened(
-    schedule, stages, sharded, batches, kill, tmp_path
+    schedule, stages, sharded, batches, kill, undisturbed, tmp_path
 ):
     draws = random.Random(f"{schedule} {stages} {sharded} {batches} {kill}")
     dies = Die(draws.randrange(2 * batches, BATCHES * EPOCHS), waits=draws.random() < 0.7)
     case = (schedule, stages, sharded, batches)
-    known = run(*case, tmp_path / "known")
-    found = run(*case, tmp_path / "found", dies)
+    folder, known = undisturbed(*case)
+    found = run(*case, tmp_path, dies)
     assert happened(found[0], "stage_lost")
     assert_same_run(found, known)
-    assert left_by(found, tmp_path / "found") == left_by(known, tmp_path / "known")
+    assert left_by(found, tmp_path) == left_by(known, folder)
 
 
 @pytest.mark.parametrize(
@@ -212,17 +225,14 @@ def test_a_run_whose_workers_are_all_killed_goes_on_as_if_nothing_had_happened(
     sampled([(*case, background) for case in MATRIX for background in (True, False)], 1, 5),
 )
 def test_a_run_that_resumes_from_any_checkpoint_is_the_one_that_wrote_it(
-    schedule, stages, sharded, batches, background, tmp_path
+    schedule, stages, sharded, batches, background, undisturbed, tmp_path
 ):
     case = (schedule, stages, sharded, batches)
-    known = run(*case, tmp_path / "known", background=background)
+    folder, known = undisturbed(*case, background=background)
     draws = random.Random(f"{case} {background}")
-    chosen = [draws.choice(list((tmp_path / "known" / name).glob("epoch*.ckpt"))) for name in ("all", "best", "epochs")]
-    for path in draws.sample(chosen, 2):
-        print("resumes from", path)  # shown of a test that fails
-        reader = draws.choice([1, 2])
-        resumed = run(schedule, reader, sharded, batches, tmp_path / path.parent.name, ckpt_path=path)
-        assert_same_run(resumed, known)
+    path = draws.choice([*(folder / draws.choice(("all", "best", "epochs"))).glob("epoch*.ckpt")])
+    print("resumes from", path)  # shown of a test that fails
+    assert_same_run(run(schedule, draws.choice([1, 2]), sharded, batches, tmp_path, ckpt_path=path), known)
 
 
 class Saves(L.Callback):
@@ -259,14 +269,13 @@ class Reaches(L.Callback):
             time.sleep(0.2)
 
 
-def test_a_run_that_a_signal_ends_is_the_undisturbed_one_when_it_is_resumed(tmp_path):
-    case = ("plateau of steps", 1, False, 1)
-    known = run(*case, tmp_path / "known")
+def test_a_run_that_a_signal_ends_is_the_undisturbed_one_when_it_is_resumed(undisturbed, tmp_path):
+    case = ("plateau of steps", 2, True, 1)  # of which the run that is killed is, too
     path, reached = tmp_path / "ended.ckpt", tmp_path / "reached"
     signals = Meanwhile(reached.exists, lambda _: os.kill(os.getpid(), signal.SIGTERM))
     with signals, pytest.raises(SystemExit):
         run(*case, tmp_path / "ended", Reaches(reached, BATCHES - 2), save_on_signal=path)
-    assert_same_run(run(*case, tmp_path / "resumed", ckpt_path=path), known)
+    assert_same_run(run(*case, tmp_path / "resumed", ckpt_path=path), undisturbed(*case)[1])
 
 
 class Padded(Scheduled):

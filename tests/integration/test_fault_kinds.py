@@ -92,7 +92,7 @@ def test_a_worker_may_fail_in_the_middle_of_the_recovery_from_another_failure(ki
 
 
 @pytest.mark.parametrize("kind", sampled(["kill", "exception"], 1, rest=pytest.mark.long))
-@pytest.mark.parametrize("restart", [False, True])
+@pytest.mark.parametrize("restart", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_worker_may_fail_before_the_first_generation(kind, restart):
     callbacks = [AwaitReplacement([7])] if restart else []
     run = train(Fault(kind, 0, 1, at="setup"), strategy={"max_restarts": 10 if restart else 0}, callbacks=callbacks)
@@ -123,6 +123,7 @@ def test_the_next_leader_writes_the_checkpoint_that_the_last_one_did_not(kind, t
     assert [event.step for event in happened(run, "saved")] == [4, 8]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", sampled(["kill", "hang"], 1, rest=pytest.mark.long))
 def test_a_worker_may_fail_in_a_validation(kind):
     loader = DataLoader(dataset(48), batch_size=12)

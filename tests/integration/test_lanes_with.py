@@ -117,7 +117,7 @@ WITH = {
 }
 
 
-@pytest.mark.parametrize("what", sampled(WITH, 3, rest=pytest.mark.long))
+@pytest.mark.parametrize("what", sampled(WITH, 1, rest=pytest.mark.long))
 def test_a_worker_above_the_pipelines_is_lost(what, tmp_path):
     case = WITH[what]
     strategy, options = dict(case.strategy), {}

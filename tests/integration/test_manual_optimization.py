@@ -204,7 +204,7 @@ TWO_KILLS = [
 KILL = [Fault("kill", 1, 0, step=3)]
 RUNS: list[Any] = [
     pytest.param({}, marks=pytest.mark.long, id="undisturbed"),
-    *sampled([{"dies": (1, 3, place)} for place in ("start", "between", "after the last backward", "end", "commit")], 2,
+    *sampled([{"dies": (1, 3, place)} for place in ("start", "between", "after the last backward", "end", "commit")], 1,
         rest=pytest.mark.long),
     *sampled([{"faults": faults} for faults in TWO_KILLS], 1),
     *sampled([{"faults": faults, "strategy": {"num_microbatches": 2}, "pipelines": 2} for faults in ([], KILL)], 1,

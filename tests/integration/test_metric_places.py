@@ -140,7 +140,11 @@ def on_grid(stages: int, faults: Any = (), **kwargs: Any) -> L.Trainer:
     return grid_trainer(2, stages, faults, options, **{"max_epochs": EPOCHS, **kwargs})
 
 
-@pytest.mark.parametrize(("stages", "by_hand"), [(1, False), (1, True), (2, False)], ids=["2x1", "by hand", "2x2"])
+@pytest.mark.parametrize(
+    ("stages", "by_hand"),
+    [pytest.param(1, False, marks=pytest.mark.long), (1, True), (2, False)],
+    ids=["2x1", "by hand", "2x2"],
+)
 def test_a_metric_is_whole_wherever_it_is_kept_also_after_a_replacement(stages, by_hand):
     run = on_grid(stages, [Fault("kill", 1, stages - 1, step=2)], callbacks=[Keeper(), AwaitReplacement([4])])
     model = Model(by_hand)
@@ -162,7 +166,7 @@ class MadeInAStep(Model):
         return {"late": self.late.setdefault("mae", MeanAbsoluteError())}
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.long)])
 @pytest.mark.parametrize(("model", "message"), [
     (OfTheScript, r"MeanAbsoluteError\.compute\(\).*attribute of the module"),
     (MadeInAStep, r"late .*a MeanAbsoluteError is made in the step; make it in __init__\(\)"),

@@ -238,7 +238,9 @@ def test_hooks_read_the_training_data_from_its_beginning(kind, hook, place):
     assert not list(differences(theirs.state_dict(), ours.state_dict(), TOLERANCE))
 
 
-@pytest.mark.parametrize(("kind", "stages"), [("addresses", 1), ("stream", 2), ("batches", 1)])
+@pytest.mark.parametrize(("kind", "stages"), [
+    ("stream", 2), *(pytest.param(kind, 1, marks=pytest.mark.long) for kind in ("addresses", "batches"))
+])  # fmt: skip
 def test_so_they_do_when_the_run_goes_on_in_the_middle_of_an_epoch(tmp_path, kind, stages):
     theirs, ours = Reads("epoch"), Reads("epoch")
     run_on(0, 1, False, theirs, make=LOADERS[kind])
@@ -255,7 +257,7 @@ class Lazy(Net):
         self.net[4] = nn.LazyLinear(1, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_lazy_layer_without_a_shape_is_refused(stages):
     with pytest.raises(UnsupportedFeatureError, match=r"net\.4\.weight of Lazy gets its shape.*before fit"):
         run_on(stages, 1, False, Lazy())

@@ -139,6 +139,7 @@ def test_all_that_a_user_sees_is_that_of_one_device(alone, microbatches, faults)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
 
 
+@pytest.mark.long
 def test_a_replacement_joins(alone):
     faults = [Fault("kill", 1, 0, step=3)]
     run = on_grid(2, faults, {"max_restarts": 10, "num_microbatches": 3}, callbacks=[AwaitReplacement([6])])
@@ -148,6 +149,7 @@ def test_a_replacement_joins(alone):
     assert difference(model.state_dict(), alone[0]["weights"]) < 1e-10
 
 
+@pytest.mark.long
 def test_dropout_is_the_same_whoever_computes():
     def weights(faults: list[Fault]) -> dict[str, Tensor]:
         model = Classifier(dropout=0.5).double()
@@ -220,7 +222,7 @@ class MeanTeacher(Classifier):
             average.lerp_(parameter, 0.1 * (1 + self.seen[-1]))
 
 
-@pytest.mark.parametrize("batches", [1, 2])
+@pytest.mark.parametrize("batches", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_gradients_are_zeroed_between_the_forward_and_the_backward(batches):
     """A replacement has those of the step before it came."""
     ours, theirs = MeanTeacher().double(), MeanTeacher().double()

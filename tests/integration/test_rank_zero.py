@@ -75,7 +75,7 @@ def names(folder: Path, hook: str) -> list[str]:
     return sorted(path.name for path in folder.glob(f"{hook}-*"))
 
 
-@pytest.mark.parametrize(("idiom", "stages"), sampled(itertools.product(IDIOMS, [1, 2]), 5))
+@pytest.mark.parametrize(("idiom", "stages"), sampled(itertools.product(IDIOMS, [1, 2]), 2))
 def test_one_process_prepares_data_and_it_is_the_one_that_writes(tmp_path, idiom, stages):
     run = grid_trainer(2, stages, [Fault("kill", 1, 0, step=2)], max_steps=4)
     run.fit(Net(), datamodule=Downloads(tmp_path, idiom))

@@ -12,7 +12,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from support.growth import happened
 from support.models import GLOBAL_BATCH, Regression, dataset
 from support.samplers import Counts
-from support.sampling import sampled
 from support.training import difference, trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
@@ -119,9 +118,10 @@ def written(tmp_path_factory) -> Callable[[str], Run]:
 
 
 @pytest.mark.parametrize(("loader", "grid"), [
-    pytest.param("shuffled", (1, 2)),
-    *sampled([("shuffled", (2, 2)), ("with replacement", (1, 2)), ("a sampler that counts", (1, 2)),
-              ("a stream", (1, 2))], 1, seed=1, rest=pytest.mark.long),
+    ("shuffled", (1, 2)),
+    *(pytest.param(*case, marks=pytest.mark.long) for case in [
+        ("shuffled", (2, 2)), ("with replacement", (1, 2)), ("a sampler that counts", (1, 2)), ("a stream", (1, 2)),
+    ]),
 ])  # fmt: skip
 def test_a_run_resumes_with_another_seed_exactly(written, loader, grid, tmp_path, caplog):
     folder, weights, samples = written(loader)

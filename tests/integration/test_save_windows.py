@@ -102,7 +102,7 @@ def known(tmp_path_factory) -> Callable[[tuple[int, int]], dict[int, dict[str, t
     return of
 
 
-@pytest.mark.parametrize(("grid", "sharded", "point", "number", "seed"), sampled(CASES, 2, seed=5))
+@pytest.mark.parametrize(("grid", "sharded", "point", "number", "seed"), sampled(CASES, 1, seed=5))
 def test_files_are_those_that_callbacks_remember_whenever_a_writer_dies(
     grid, sharded, point, number, seed, known, tmp_path
 ):

@@ -57,13 +57,13 @@ class SequenceParallelBlocks(sharded.Ordinary):
 
 ALWAYS = [
     (sharded.Ordinary, sharded.TENSOR, [], {}),
-    (sharded.Ordinary, sharded.TENSOR, [sharded.Kill(1, 1, 2)], {}),
-    (sharded.Ordinary, sharded.FSDP, [], {}),
     (sharded.Ordinary, sharded.FSDP, [sharded.Kill(1, 1, 2)], {}),
     (sharded.Ordinary, (1, 1, 4), [], {}),
     (sharded.Piped, (1, 2, 2, 1), [], {}),  # two forwards of a root of FSDP2, which stays gathered, before a backward
 ]
 LONG: list[Any] = [
+    *((sharded.Ordinary, grid, [], {}) for grid in (sharded.TENSOR, sharded.FSDP)),
+    (sharded.Ordinary, sharded.TENSOR, [sharded.Kill(1, 1, 2)], {}),
     (sharded.Ordinary, sharded.TENSOR, [sharded.Kill(2, 1, 0)], {}),
     (sharded.Ordinary, sharded.FSDP, [sharded.Kill(2, 1, 0)], {}),
     (sharded.Ordinary, sharded.BOTH, [sharded.Kill(3, 1, 3)], {}),

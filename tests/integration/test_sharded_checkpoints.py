@@ -31,7 +31,7 @@ def saving(folder: Path) -> ModelCheckpoint:
 
 RUNS: list[Any] = [
     (sh.Ordinary, sh.TENSOR, ONE, False),
-    (sh.Ordinary, sh.TENSOR, ONE, True),
+    pytest.param(sh.Ordinary, sh.TENSOR, ONE, True, marks=pytest.mark.long),
     *(
         pytest.param(module, writer, reader, sharded, marks=pytest.mark.long)
         for module, sharded, grids in [

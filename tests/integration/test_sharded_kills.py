@@ -36,7 +36,7 @@ def test_the_matrix_holds_every_collective(stages, tmp_path):
     assert int((tmp_path / "seen").read_text()) == COLLECTIVES[stages]
 
 
-@pytest.mark.parametrize(("stages", "rank", "step", "number", "when"), sampled(every_collective(), 2))
+@pytest.mark.parametrize(("stages", "rank", "step", "number", "when"), sampled(every_collective(), 1))
 def test_a_kill_at_a_collective_of_the_layers(stages, rank, step, number, when):
     sharded.exact_fit(sharded.Piped(), (2, stages, 2), sharded.AtCollective(rank, step, number, when))
 
@@ -79,7 +79,7 @@ OUTSIDE = [*STARTS, *IN_VALIDATION, *IN_CHECKPOINT, *LATER]
 
 
 @pytest.mark.parametrize(("victim", "grid"), [
-    *sampled([(victim, sharded.TENSOR) for victim in OUTSIDE], 2, rest=pytest.mark.long),
+    *sampled([(victim, sharded.TENSOR) for victim in OUTSIDE], 1, rest=pytest.mark.long),
     *(pytest.param(victim, sharded.FSDP, marks=pytest.mark.long) for victim in OUTSIDE),
     *(pytest.param(victim, sharded.BOTH, marks=pytest.mark.exhaustive) for victim in OUTSIDE),
 ], ids=sharded.name)  # fmt: skip

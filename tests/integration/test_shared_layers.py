@@ -40,7 +40,7 @@ from lightning_recycle.runtime.gradients import BucketedReduction
             for at in ("forward", "backward_input", "reduce", "optimizer")
             for when in ("before", "after")
         ],
-        3,
+        1,
     ),
     ids=str,
 )
@@ -140,7 +140,7 @@ def test_some_workers_have_the_sums_over_two_stages_and_others_do_not(seed, kind
             for number in range(2 if worker[1] == 1 else 1)
             for moment in MOMENTS_OF_A_SUM
         ],
-        2,
+        1,
     ),
 )
 def test_a_worker_dies_while_gradients_are_summed(worker, number, moment, cap, split_backward):

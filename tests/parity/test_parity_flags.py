@@ -73,14 +73,13 @@ CASES: dict[str, Case] = {
     "limit_val_batches=0": Case((), fits(limit_val_batches=0), lambda run: calls(run, "on_validation_start") == 0),
     "no validation": Case((), fits(validates=False), lambda run: calls(run, "on_validation_start") == 0),
 }
-ALWAYS = ["limit_test_batches", "val_check_interval", "overfit_batches", "plugins"]
-ALWAYS += ["reload_dataloaders_every_n_epochs", "a data module"]
-ALWAYS += ["runs of one Trainer", "batches that are dicts"]
+ALWAYS = ["limit_test_batches", "overfit_batches", "runs of one Trainer", "batches that are dicts"]
 LONG = ["inference_mode of a test", "barebones", "PyTorchProfiler", "resuming"]
 LONG += ["fast_dev_run", "gradient_clip_val"]
 LONG += ["detect_anomaly", "OnExceptionCheckpoint", "profiler", "self.log in steps and hooks"]
 LONG += ["TensorBoardLogger with the graph", "gradient_clip_algorithm", "use_distributed_sampler"]
 LONG += ["BasePredictionWriter"]
+LONG += ["val_check_interval", "plugins", "reload_dataloaders_every_n_epochs", "a data module"]
 VARIATIONS = ["no training", "no validation", "limit_train_batches", "limit_val_batches", "limit_val_batches=0"]
 VARIATIONS += ["num_sanity_val_steps", "check_val_every_n_epoch", "max_steps"]
 VARIATIONS += ["min_epochs", "deterministic and benchmark", "outputs collected in attributes"]

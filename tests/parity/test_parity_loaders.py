@@ -287,8 +287,11 @@ def test_a_kill_changes_nothing_and_a_replacement_finds_its_place(tmp_path, name
 
 RESUMED = [
     *sampled([("shuffled loaders", step) for step in (3, 5, 9)], 1),
-    *sampled([("a sampler that counts", 8), ("a sampler with a generator", 10)], 1, rest=pytest.mark.long),
-    pytest.param("a dataset of batches", 3, marks=pytest.mark.long),
+    *sampled(
+        [("a sampler that counts", 8), ("a sampler with a generator", 10), ("a dataset of batches", 3)],
+        0,
+        rest=pytest.mark.long,
+    ),
     *sampled([("an iterable", 3), ("a batch sampler", 3)], 0),
 ]
 

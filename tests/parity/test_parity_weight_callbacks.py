@@ -236,7 +236,7 @@ FROZEN_NAMES = ["the first stage is frozen", "the last stage is frozen", "BaseFi
 
 @pytest.mark.parametrize(
     ("name", "fault"),
-    [*sampled(itertools.product(FROZEN_NAMES, FAULTS), 1), *long(sampled(itertools.product(EMA_AND_SWA, FAULTS), 1))],
+    long([*sampled(itertools.product(FROZEN_NAMES, FAULTS), 1), *sampled(itertools.product(EMA_AND_SWA, FAULTS), 1)]),
 )
 def test_the_same_though_a_worker_dies(name, fault, tmp_path):
     run = on_a_grid(training(name, FaultInjectionCallback([FAULTS[fault]])), tmp_path)

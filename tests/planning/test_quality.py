@@ -66,7 +66,7 @@ def cases(count: int) -> list[tuple[Grid, Worker | None, bool]]:
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.1], ids=["equal stages", "unequal stages"])
-@pytest.mark.parametrize("count", [20, pytest.param(10_000, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("count", [10, pytest.param(10_000, marks=pytest.mark.exhaustive)])
 def test_long_iterations_stay_close_to_the_lower_bound(spread: float, count: int) -> None:
     """At most 1% without a limit; with 2 S - 1 in flight at most 3%, but for one case in fifty, which is below 4%."""
     gaps = {}

@@ -1,14 +1,9 @@
-"""The tests that run on simulated devices: those of this folder; of the others all but a table of some, or a seeded
-sample (``SIMULATED_SAMPLE=count``), and half of the trainings of this folder.
-"""
+"""The tests that run on simulated devices: those of this folder, and of the others all but a table of some."""
 
 import os
-import random
-from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
 ON_DEVICES = "SIMULATED_DEVICES_IN_TESTS" in os.environ
 
 _HOST = "the test's own code computes with tensors of the host, which Lightning leaves there on any accelerator"
@@ -41,20 +36,8 @@ UNSUITED = {
 """Tests that fail on simulated devices, by a part of their names, and why. None fails for another reason."""
 
 
-def choose_for_devices(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what is :data:`UNSUITED`, and all but a sample if that is wanted."""
+def skip_unsuited(items: list[pytest.Item]) -> None:
     for item in items:
         why = next((why for name, why in UNSUITED.items() if name in item.nodeid), None)
         if why is not None:
             item.add_marker(pytest.mark.skip(reason=why))
-    if count := int(os.environ.get("SIMULATED_SAMPLE", "0")):
-        beside = ("skip", "long", "exhaustive", "gpu", "slurm")
-        others = [item for item in items if item.path.parent != HERE]
-        suited = [item for item in others if not any(item.get_closest_marker(name) for name in beside)]
-        trainings = [item for item in items if item.path.parent == HERE and item.path.name != "test_operators.py"]
-        draws = random.Random(0)
-        sample = set(draws.sample(sorted(item.nodeid for item in suited), count))
-        sample.update(draws.sample(sorted(item.nodeid for item in trainings), len(trainings) // 2))
-        left = {item for item in (*others, *trainings) if item.nodeid not in sample}
-        items[:] = [item for item in items if item not in left]
-        config.hook.pytest_deselected(items=left)
