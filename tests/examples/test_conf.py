@@ -56,7 +56,7 @@ def test_the_groups_are_those_that_are_documented():
     assert GROUPS == ["callbacks", "data", "experiment", "faults", "logger", "model", "planner", "strategy", "trainer"]
 
 
-@pytest.mark.parametrize(("application", "option"), sampled(OPTIONS, 20, rest=pytest.mark.long))
+@pytest.mark.parametrize(("application", "option"), sampled(OPTIONS, 10, rest=pytest.mark.long))
 def test_option_composes_and_its_targets_take_their_arguments(application, option):
     config = OmegaConf.to_container(composed(option, application=application), resolve=True, throw_on_missing=True)
     found = targets(config)

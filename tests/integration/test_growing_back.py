@@ -66,8 +66,8 @@ class SlowStart(L.Callback):
 
 
 def test_the_survivors_train_while_the_replacement_starts(tmp_path):
-    slow_start = SlowStart(6, tmp_path / "done")
-    run = grow([Fault("kill", 0, 1, step=2)], wait_at=range(50, 60), callbacks=[slow_start], max_steps=60)
+    slow_start = SlowStart(10, tmp_path / "done")
+    run = grow([Fault("kill", 0, 1, step=2)], wait_at=range(14, 20), callbacks=[slow_start], max_steps=20)
     kinds = [event.kind for event in run.strategy.history]
     start, entry = kinds.index("restarting"), kinds.index("paused")
     assert kinds[start:entry].count("step") >= 3

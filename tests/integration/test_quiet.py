@@ -114,16 +114,6 @@ def test_ctrl_c_shows_two_lines_and_the_cursor(tmp_path):
     assert last.rfind(CURSOR["shown"]) > last.rfind(CURSOR["hidden"])
 
 
-def test_metrics_of_the_run_are_for_who_wants_them(tmp_path):
-    trainer = L.Trainer(
-        accelerator="cpu", devices=2, strategy="recycle", max_steps=2, default_root_dir=tmp_path, log_every_n_steps=1,
-        logger=L.pytorch.loggers.CSVLogger(tmp_path), enable_progress_bar=False,
-    )  # fmt: skip
-    trainer.fit(Regression().double(), DataLoader(dataset(), batch_size=12))
-    assert set(trainer.callback_metrics) == {"train_loss"}
-    assert "recycle/" not in (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text()
-
-
 class Settings(Regression):
     """Tells the settings of a worker in the message of an exception."""
 
@@ -149,27 +139,21 @@ def test_settings_of_the_launching_process_reach_the_workers(monkeypatch):
         torch.set_float32_matmul_precision(before)
 
 
-def test_a_second_run_does_not_threaten_to_delete_the_log(tmp_path, capfd):
+def test_a_fit_shows_its_own_metrics_alone_and_leaves_log_history_and_schedules_to_a_validation(tmp_path, capfd):
     logger = L.pytorch.loggers.CSVLogger(tmp_path)
     trainer = L.Trainer(
         accelerator="cpu", devices=2, strategy="recycle", max_steps=2, logger=logger, log_every_n_steps=1,
         enable_checkpointing=False,
     )  # fmt: skip
-    loader = DataLoader(dataset(), batch_size=12)
-    trainer.fit(Regression().double(), loader)
-    trainer.validate(Regression().double(), loader)
-    assert "will be deleted" not in capfd.readouterr().err
-    assert "train_loss" in (Path(logger.log_dir) / "metrics.csv").read_text()
-
-
-def test_history_and_schedules_of_fit_stay_after_a_validation():
-    trainer = L.Trainer(
-        accelerator="cpu", devices=2, strategy="recycle", max_steps=1, logger=False, enable_checkpointing=False
-    )
-    model, data = Regression().double(), DataLoader(dataset(), batch_size=24)
-    trainer.fit(model, data)
+    model, loader = Regression().double(), DataLoader(dataset(), batch_size=12)
+    trainer.fit(model, loader)
+    assert set(trainer.callback_metrics) == {"train_loss"}
     history, schedules = trainer.strategy.history, trainer.strategy.schedules
     assert any(event.kind == "step" for event in history)
-    trainer.validate(model, data)
+    trainer.validate(model, loader)
+    assert "will be deleted" not in capfd.readouterr().err
+    found = (Path(logger.log_dir) / "metrics.csv").read_text()
+    assert "train_loss" in found
+    assert "recycle/" not in found
     assert trainer.strategy.history == history
     assert trainer.strategy.schedules == schedules

@@ -84,7 +84,7 @@ def plain_loop_with_average(parts: int) -> tuple[nn.Sequential, list[Tensor]]:
     return layers, average
 
 
-@pytest.mark.parametrize(("grid", "begins", "losses"), sampled(CASES, 1, seed=2), ids=NAMES.get)
+@pytest.mark.parametrize(("grid", "begins", "losses"), sampled(CASES, 1, seed=31), ids=NAMES.get)
 def test_a_replacement_gets_its_own_shards(grid, begins, losses, tmp_path):
     members, report, path = parts_of(grid) // 2 * grid[-1], tmp_path / "average.json", None
     limits: dict[str, Any] = {"max_epochs": 9, "strategy": {"max_restarts": 9}, "enable_checkpointing": True}

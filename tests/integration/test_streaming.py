@@ -93,7 +93,8 @@ def test_a_limited_epoch_begins_where_the_one_before_stopped(who):
     assert difference(weights, to_the_end()) > 1e-4
 
 
-@pytest.mark.parametrize("stream", sampled([Stream, WithoutState], 1, rest=pytest.mark.long))
+@pytest.mark.long
+@pytest.mark.parametrize("stream", [Stream, WithoutState])
 def test_processes_that_read_in_turns_give_the_batches_of_one_device(stream):
     expected = one_device(loader(stream(SAMPLES), 1, num_workers=2))
     weights, run = train(stream(SAMPLES), KILLS["a first stage"], num_workers=2)

@@ -40,7 +40,7 @@ NAMED = pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: f"{type(p
 
 
 @NAMED
-@examples(12, 100)
+@examples(8, 100)
 def test_both_simulators_agree(policy, examples):
     check_examples(functools.partial(check_outages, policy), examples)
 
