@@ -183,6 +183,6 @@ def test_a_broken_device_is_found_in_whatever_kind_of_training(module, kind):
         ((1, 1), "computation")
     ]
     assert [event.worker for event in happened(run, "evicted")] == [(1, 1)]
-    fit(right, 1, 1, **options)
+    fit(right, 3, 2, **options)
     ours, theirs = ({n: v for n, v in one.state_dict().items() if n != "net.1.mean"} for one in (model, right))
     assert difference(ours, theirs) < (0.01 if is_half else TOLERANCE)
