@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections import Counter
@@ -10,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 from slow_planners import Failing
+from support.sampling import sampled
 
 from lightning_recycle import planning
 from lightning_recycle.control.plans.drift import DriftMonitor, DriftOptions, DriftQuestion, Proposal
@@ -127,8 +129,9 @@ def test_one_worker_of_another_speed_is_found_in_the_noise(stage, factor):
     assert found[which] == pytest.approx(factor, rel=0.1)
 
 
-@pytest.mark.parametrize("pipelines", [1, 2, 3, 4])
-@pytest.mark.parametrize("microbatches", [2, 6])
+@pytest.mark.parametrize(
+    ("pipelines", "microbatches"), sampled(itertools.product([1, 2, 3, 4], [2, 6]), 3, rest=pytest.mark.long)
+)
 def test_20_percent_of_noise_never_change_the_plan(pipelines, microbatches):
     for seed in range(4):
         run = Run(noise(seed), schedule=schedule_of(planning.Grid(pipelines, 2, microbatches))).steps(250)

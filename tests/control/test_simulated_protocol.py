@@ -36,7 +36,7 @@ from lightning_recycle.control.protocol.member import Member, MessageRecord
 
 SOURCES = str(Path(__file__).parents[2])
 SAMPLE = (range(250), range(250, 1000))  # histories in the ordinary run, and those of the long one
-SAMPLE_OF_VARIANTS = (range(120), range(120, 1000))
+SAMPLE_OF_VARIANTS = (range(80), range(80, 1000))
 SAMPLE_WHEN_KILLED = (range(200, 350), range(350, 1550))  # what the coordinator's death does to who is leaving is rare
 SAMPLE_WITH_FEWER = (range(50), range(50, 1000))
 SAMPLE_OF_MEMBERS = (range(50), range(50, 1000))

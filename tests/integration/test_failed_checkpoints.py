@@ -25,6 +25,8 @@ from lightning_recycle.callbacks import Fault
 from lightning_recycle.errors import CheckpointError, ConfigurationError
 
 FULL = range(5, 9)  # the steps at whose beginning the disk is full: the checkpoints of steps 6 and 8 fail
+FILE = (True, False)
+FOLDER = pytest.param(True, True, marks=pytest.mark.long)
 WAITING = [pytest.param(False, True, marks=pytest.mark.long), pytest.param(False, False, marks=pytest.mark.exhaustive)]
 
 
@@ -66,7 +68,7 @@ class SameEverywhere(L.Callback):
             assert newest._last_global_step_saved == 4
 
 
-@pytest.mark.parametrize(("background", "sharded"), [(True, False), (True, True), *WAITING])
+@pytest.mark.parametrize(("background", "sharded"), [FILE, FOLDER, *WAITING])
 def test_a_full_disk_costs_that_checkpoint_and_keeps_the_ones_before(background, sharded, tmp_path, tmp_path_factory):
     log = tmp_path_factory.mktemp("log") / "workers.log"
     callbacks = [*checkpoints(tmp_path), FullDisk(log), CompleteOnly() if background else SameEverywhere()]
@@ -89,7 +91,7 @@ def test_a_full_disk_costs_that_checkpoint_and_keeps_the_ones_before(background,
     assert "the training goes on" in errors
 
 
-@pytest.mark.parametrize(("background", "sharded"), [(True, False), *WAITING])
+@pytest.mark.parametrize(("background", "sharded"), [FILE, *WAITING])
 def test_a_full_disk_ends_the_run_if_wanted(background, sharded, tmp_path, tmp_path_factory):
     callbacks = [*checkpoints(tmp_path), FullDisk(tmp_path_factory.mktemp("log") / "workers.log")]
     with pytest.raises(CheckpointError, match=r"step=6\.ckpt .*MB to write.*File too large"):

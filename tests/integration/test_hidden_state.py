@@ -93,7 +93,7 @@ def expected(model: L.LightningModule) -> L.LightningModule:
 
 
 @pytest.mark.parametrize(
-    ("kind", "automatic", "dies"), sampled(itertools.product([Recurrent, OneTensor], [True, False], [True, False]), 2)
+    ("kind", "automatic", "dies"), sampled(itertools.product([Recurrent, OneTensor], [True, False], [True, False]), 1)
 )
 def test_each_place_of_the_batch_has_a_state_of_its_own(kind, automatic, dies):
     faults = [Fault("kill", 1, 0, step=3, at="reduce")] if dies else []

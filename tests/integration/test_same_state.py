@@ -13,7 +13,6 @@ from lightning.pytorch.loggers import CSVLogger
 from state_graph import describe, differences
 from support.growth import AwaitReplacement, happened, rejoined
 from support.models import GLOBAL_BATCH, Regression, dataset
-from support.sampling import sampled
 from support.training import committed_steps, difference, exact_fit, failures, fit
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -232,7 +231,8 @@ def grow(pipelines: int, stages: int, wrong: int) -> L.Trainer:
     return exact_fit(Regression().double(), pipelines, stages, [Fault("kill", 1, 0, step=2)], **options)
 
 
-@pytest.mark.parametrize(("pipelines", "stages"), sampled([(3, 1), (3, 2), (2, 1), (2, 2)], 1, rest=pytest.mark.long))
+@pytest.mark.long
+@pytest.mark.parametrize(("pipelines", "stages"), [(3, 1), (3, 2), (2, 1), (2, 2)])
 def test_a_replacement_with_another_learning_rate_is_dismissed_and_the_weights_are_exact(pipelines, stages):
     run = grow(pipelines, stages, wrong=1)
     (found,) = happened(run, "dismissed")

@@ -62,7 +62,7 @@ def train(*callbacks: Any, faults: Any = (), grid: tuple[int, int] = (2, 2), **k
 
 
 @pytest.mark.parametrize(("hook", "step"), [
-    ("on_train_start", 0),
+    pytest.param("on_train_start", 0, marks=pytest.mark.long),
     ("on_train_batch_end", 6),
     ("on_validation_end", 6),
     *(

@@ -99,7 +99,7 @@ def test_384_workers_with_failures_are_planned_at_the_bound() -> None:
     assert seconds < 10
 
 
-@pytest.mark.parametrize(("limit", "gap"), [(None, 0.02), (63, 0.065), (32, 0.081)])
+@pytest.mark.parametrize(("limit", "gap"), [(None, 0.02), pytest.param(63, 0.065, marks=pytest.mark.long), (32, 0.081)])
 def test_nothing_is_held_up_at_every_stage_on_its_way(limit: int | None, gap: float) -> None:
     """Without waiting for backwards that are about to arrive, 3.6 % without a limit and 8.8 % with 63: on the way of
     the first and the last gradient through 32 stages, half an operation is in the way at each. With 32, 13.3 % without
