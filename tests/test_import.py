@@ -175,7 +175,7 @@ print(type(trainer.strategy).__name__)
 
 def test_public_names_are_found_and_unknown_ones_are_not():
     package = importlib.import_module("lightning_recycle")
-    for name in package.__all__:
+    for name in dir(package):
         assert getattr(package, name) is not None
     with pytest.raises(AttributeError, match=r"no attribute 'Misspelt'\.$"):
         _ = package.Misspelt
@@ -187,11 +187,11 @@ def test_dir_shows_the_public_names_before_they_are_loaded():
     shown = """
 import sys
 import lightning_recycle as r
-print(set(dir(r)) - set(r.__all__), "torch" in sys.modules, all(getattr(r, name) is not None for name in dir(r)))
+print(set(dir(r)) - set(r.__all__), "torch" in sys.modules)
 """
     packages = {"__version__", "callbacks", "errors", "planning", "simulation", "traces", "visualize"}
     found, rest = run(shown).split("} ")
-    assert (ast.literal_eval(found + "}"), rest) == (packages, "False True")
+    assert (ast.literal_eval(found + "}"), rest) == (packages, "False")
 
 
 def test_why_a_public_name_cannot_be_imported_is_told(tmp_path):

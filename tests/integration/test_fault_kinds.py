@@ -84,7 +84,7 @@ def test_a_whole_node_may_fail_at_once(kind):
 # ---------------------------------------------------------------------- points of the run
 
 
-@pytest.mark.parametrize("kind", ["deadlock", *sampled(["kill", "exception", "hang"], 0, rest=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["exception", *sampled(["deadlock", "kill", "hang"], 0, rest=pytest.mark.long)])
 def test_a_worker_may_fail_in_the_middle_of_the_recovery_from_another_failure(kind):
     run = train(Fault("kill", 1, 0, 4), Fault(kind, 0, 1, at="recovery"))
     assert failures(run) == [(1, 0), (0, 1)]

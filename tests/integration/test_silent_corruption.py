@@ -52,6 +52,7 @@ def test_of_two_that_differ_nobody_knows_who_is_right():
         fit(Regression().double(), 2, 1, [fault], strategy={"checksum_every": 1})
 
 
+@pytest.mark.long
 def test_checks_change_nothing_and_find_nothing_where_nothing_is_wrong():
     one, other = Regression(dropout=0.5).double(), Regression(dropout=0.5).double()
     run = fit(one, 3, 1, [Fault("kill", 2, 0, step=4)], strategy={"checksum_every": 1})
