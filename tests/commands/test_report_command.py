@@ -177,9 +177,7 @@ def test_pictures_are_by_schedule_where_all_policies_have_both(page: Page) -> No
     assert [row[2:] for row in rows if row[1].startswith("gpt3_6_7b") and row[0] == "Bamboo"] == [
         ["out of memory", "\N{EN DASH}"] * 2
     ] * 2
-    assert {row[0]["text"] for row in page.rows["traces"] if row} == {
-        "ReCycle", "Oobleck", "Merge", "Restart"
-    }  # fmt: skip
+    assert {row[0]["text"] for row in page.rows["traces"] if row} == {"ReCycle", "Oobleck", "Merge", "Restart"}
 
 
 def test_a_setting_that_all_rows_share_is_said_once_above_the_table(page: Page) -> None:

@@ -43,8 +43,9 @@ def test_a_worker_whose_receiver_cannot_interrupt_ends_and_says_why(theirs):
     theirs.send(Regroup(0, (0,)))
     crash = last_words(theirs)
     assert (crash.fault, crash.summary) == (
-        True, "its thread recycle-receive raised OSError: [Errno 24] Too many open files"
-    )  # fmt: skip
+        True,
+        "its thread recycle-receive raised OSError: [Errno 24] Too many open files",
+    )
     assert client.exited.wait(10.0)
     assert client.exit_code == 1
 

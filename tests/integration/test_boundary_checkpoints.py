@@ -141,12 +141,13 @@ class Die(L.Callback):
 
 def savers(folder: Path) -> list[ModelCheckpoint]:
     return [
-        ModelCheckpoint(folder / "steps", "{step}", monitor="loss_step", save_top_k=2, save_last=True,
-                        every_n_train_steps=2),
+        ModelCheckpoint(
+            folder / "steps", "{step}", monitor="loss_step", save_top_k=2, save_last=True, every_n_train_steps=2
+        ),
         ModelCheckpoint(folder / "best", "{epoch}-{step}", monitor="val", save_last="link"),
         ModelCheckpoint(folder / "all", "{epoch}-{step}", every_n_train_steps=1, save_top_k=-1),
         ModelCheckpoint(folder / "epochs", "{epoch}-{step}", save_on_train_epoch_end=True, save_top_k=-1),
-    ]  # fmt: skip
+    ]
 
 
 def run(

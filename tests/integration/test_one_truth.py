@@ -238,9 +238,10 @@ def test_hooks_read_the_training_data_from_its_beginning(kind, hook, place):
     assert not list(differences(theirs.state_dict(), ours.state_dict(), TOLERANCE))
 
 
-@pytest.mark.parametrize(("kind", "stages"), [
-    ("stream", 2), *(pytest.param(kind, 1, marks=pytest.mark.long) for kind in ("addresses", "batches"))
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "stages"),
+    [("stream", 2), *(pytest.param(kind, 1, marks=pytest.mark.long) for kind in ("addresses", "batches"))],
+)
 def test_so_they_do_when_the_run_goes_on_in_the_middle_of_an_epoch(tmp_path, kind, stages):
     theirs, ours = Reads("epoch"), Reads("epoch")
     run_on(0, 1, False, theirs, make=LOADERS[kind])

@@ -157,9 +157,7 @@ class Book:
             file.write(json.dumps([hook, progress, [brief(a) for a in args]]) + "\n")
 
 
-CALLBACK_HOOKS = [
-    name for name in dir(Callback) if name.startswith("on_") or name in ("setup", "teardown")
-]  # fmt: skip
+CALLBACK_HOOKS = [name for name in dir(Callback) if name.startswith("on_") or name in ("setup", "teardown")]
 MODULE_HOOKS = [
     name
     for name in [n for n in dir(ModelHooks) if n.startswith("on_")] + ["setup", "teardown", "prepare_data"]

@@ -45,11 +45,12 @@ def test_a_plan_is_better_than_the_one_that_takes_all_workers_for_equally_fast()
         grid = p.Grid(draw.randint(2, 4), draw.randint(2, 5), draw.randint(3, 8))
         slow = p.Worker(draw.randrange(grid.pipelines), draw.randrange(grid.stages))
         problem = p.Problem(
-            grid, p.Costs.uniform(grid.stages, 1.0, 1.1, 0.9, communication=0.1),
+            grid,
+            p.Costs.uniform(grid.stages, 1.0, 1.1, 0.9, communication=0.1),
             technique=p.Technique(draw.random() < 0.7, draw.random() < 0.7),
             in_flight_limit=(grid.stages + draw.randint(0, 2),) * grid.stages if draw.random() < 0.6 else None,
             worker_factors={slow: draw.choice((1.3, 1.5, 2.0))},
-        )  # fmt: skip
+        )
         ignorant = p.retime(
             p.heuristic(replace(problem, worker_factors=()), EFFORT), problem.costs, problem.worker_factors
         )
