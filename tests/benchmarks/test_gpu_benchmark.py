@@ -11,8 +11,7 @@ from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport
 def test_the_transport_of_a_device_is_made(monkeypatch):
     monkeypatch.setattr(gpu, "NcclLibrary", lambda: "NCCL")
     monkeypatch.setattr(gpu, "CudaStreams", lambda device: "streams")
-    made = gpu.transport_of("nccl NCCL_HOSTID")(0, torch.device("cuda", 0))
-    assert isinstance(made, NcclTransport)
+    assert isinstance(gpu.transport_of("nccl NCCL_HOSTID")(0, torch.device("cuda", 0)), NcclTransport)
 
 
 @pytest.mark.long

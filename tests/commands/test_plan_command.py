@@ -265,8 +265,7 @@ def test_forwards_are_computed_again_where_memory_is_short(tmp_path):
     without, found = (planning.load_plan(tmp_path / name).schedule for name in ("without.json", "with.json"))
     planning.validate(found)
     assert found.period < without.period
-    again = sum(len(found.recomputed(worker)) for worker in found.live_workers)
-    assert again > 0
+    assert sum(len(found.recomputed(worker)) for worker in found.live_workers) > 0
     assert "forwards computed again" in shown
     assert "R  forward, again" in (tmp_path / "with.svg").read_text()
     check_refused(

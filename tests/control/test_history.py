@@ -45,8 +45,7 @@ def recorder(monkeypatch) -> Recorder:
 
 
 def test_an_event_says_when_in_which_generation_and_step_and_who(recorder):
-    event = recorder.at(1003.0, "left", step=9, rank=3)
-    assert event == Event("left", 1003.0, 4, 9, (1, 1), None, {})
+    assert recorder.at(1003.0, "left", step=9, rank=3) == Event("left", 1003.0, 4, 9, (1, 1), None, {})
 
 
 def test_without_a_step_an_event_is_of_the_present_version(recorder):

@@ -67,18 +67,20 @@ def obey(status: WorkerStatus, decision: Decision) -> WorkerStatus:
     return WorkerStatus(status.column, version, reduced)
 
 
+def mixtures(statuses: dict[int, WorkerStatus], first: Decision) -> Iterator[dict[int, WorkerStatus]]:
+    """What survivors hold of whom each has obeyed ``first`` or not."""
+    for obeyed in itertools.product((False, True), repeat=len(statuses)):
+        pairs = zip(statuses.items(), obeyed, strict=True)
+        yield {rank: obey(status, first) if done else status for (rank, status), done in pairs}
+
+
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_committed_version_is_what_the_slowest_stage_can_reach(grid: Grid) -> None:
+def test_the_slowest_stage_decides_the_version_and_donors_hold_the_gradient_that_they_give(grid: Grid) -> None:
+    adoptions = 0
     for statuses in reachable_statuses(grid):
         decision = decide(statuses)
         assert decision.version == min(best_version(statuses, stage) for stage in range(grid.stages)), statuses
-
-
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_donors_hold_the_gradient_that_they_give(grid: Grid) -> None:
-    adoptions = 0
-    for statuses in reachable_statuses(grid):
-        for adoption in decide(statuses).adoptions:
+        for adoption in decision.adoptions:
             adoptions += 1
             assert statuses[adoption.donor].column == adoption.column
             assert holds(statuses[adoption.donor], adoption.step), (adoption, statuses)
@@ -103,11 +105,7 @@ def test_an_interrupted_recovery_leaves_statuses_from_which_another_one_is_possi
     """Whoever survives the second failure has obeyed or not; every mixture has a decision of at least this version."""
     for statuses in reachable_statuses(grid):
         first = decide(statuses)
-        for obeyed in itertools.product((False, True), repeat=len(statuses)):
-            mixed = {
-                rank: obey(status, first) if done else status
-                for (rank, status), done in zip(statuses.items(), obeyed, strict=True)
-            }
+        for mixed in mixtures(statuses, first):
             second = decide(mixed)
             assert second.version == first.version, (statuses, mixed)
             assert second.ahead == first.ahead
@@ -140,11 +138,7 @@ def test_once_the_loss_is_known_an_interrupted_recovery_goes_on_to_the_commit(gr
     """The loss comes while some have obeyed the first decision and others have not."""
     for statuses in without_its_loss(grid):
         first = decide(statuses, known_losses=T)
-        for obeyed in itertools.product((False, True), repeat=len(statuses)):
-            mixed = {
-                rank: obey(status, first) if done else status
-                for (rank, status), done in zip(statuses.items(), obeyed, strict=True)
-            }
+        for mixed in mixtures(statuses, first):
             assert decide(mixed, known_losses=T).version == T, (statuses, mixed)
             assert decide(mixed, known_losses=T + 1) == decide(mixed), (statuses, mixed)
 

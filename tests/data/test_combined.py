@@ -76,8 +76,7 @@ def test_a_step_of_an_earlier_round_can_be_redone():
     found = [[part[1].tolist() for part in microbatches(step)] for step in steps]
     for index in (2, 1, 2, 3):
         step = steps[index]
-        again = [step.loader.fetch(step, mb)[1].tolist() for mb in GRID.all_microbatches()]
-        assert again == found[index]
+        assert [step.loader.fetch(step, mb)[1].tolist() for mb in GRID.all_microbatches()] == found[index]
 
 
 def test_a_step_of_an_evaluation_with_too_few_samples_of_one_loader_is_one_microbatch():

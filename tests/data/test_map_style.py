@@ -458,8 +458,7 @@ def test_an_evaluation_repeats_no_sample(drop_last, read):
     sampler = td.DistributedSampler(Numbers(29), 4, 1, shuffle=False, drop_last=drop_last)
     data = td.DataLoader(sampler.dataset, batch_size=4, sampler=sampler)
     loader = MicrobatchLoader(data, Grid(2, 1, 2), 0, SEED, prefetch=False, evaluation=True)
-    found = [int(i) for handle in loader for i in loader.read_batch(handle)]
-    assert found == list(range(read))
+    assert [int(i) for handle in loader for i in loader.read_batch(handle)] == list(range(read))
 
 
 class ShufflesItself(td.IterableDataset[int]):

@@ -72,8 +72,7 @@ def check_resumed(ckpt_path: Any, tmp_path: Path, batches: int = 1, **kwargs: An
     data = dataset(GLOBAL_BATCH * STEPS_OF_ALL)
     steps = int(torch.load(only_file(tmp_path), weights_only=True)["global_step"]) + RESUMED_STEPS
     kwargs |= {"accumulate_grad_batches": batches, "default_root_dir": tmp_path}
-    run = fit(model, 2, 2, data=data, max_steps=steps, ckpt_path=ckpt_path, **kwargs)
-    assert run.global_step == steps
+    assert fit(model, 2, 2, data=data, max_steps=steps, ckpt_path=ckpt_path, **kwargs).global_step == steps
     expected = plain_loop(Scheduled().double(), data, steps, global_batch=batches * GLOBAL_BATCH)
     assert difference(model.state_dict(), expected) < 1e-10
 

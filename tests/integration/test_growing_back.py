@@ -42,14 +42,6 @@ def check_complete(run: L.Trainer, steps: int = LENGTH) -> None:
     assert committed_steps(run) == list(range(steps))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("staggered", [True, False])
-def test_a_killed_worker_comes_back_and_the_weights_are_those_of_a_plain_loop(staggered):
-    run = grow([Fault("kill", 1, 0, step=2)], strategy={"staggered": staggered, **ONE_PLAN})
-    assert failures(run) == rejoined(run) == [(1, 0)]
-    check_complete(run)
-
-
 class SlowStart(L.Callback):
     """A replacement is not set up before the others have trained ``steps`` steps."""
 

@@ -98,8 +98,7 @@ def expected(model: L.LightningModule) -> L.LightningModule:
 def test_each_place_of_the_batch_has_a_state_of_its_own(kind, automatic, dies):
     faults = [Fault("kill", 1, 0, step=3, at="reduce")] if dies else []
     theirs, ours = expected(kind(automatic).double()), kind(automatic).double()
-    run = on_grid(ours, faults)
-    assert failures(run) == [(fault.pipeline, 0) for fault in faults]
+    assert failures(on_grid(ours, faults)) == [(fault.pipeline, 0) for fault in faults]
     assert difference(ours.state_dict(), theirs.state_dict()) < 1e-10
 
 

@@ -106,14 +106,6 @@ SHARED = {1: (2.4, 2.1, 1.5)}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("model", [Regression(), Scheduled()], ids=["adamw", "sgd"])
-def test_layers_move_are_shared_and_no_longer(model):
-    moving = Move({2: (1, 5), 4: (2.25, 3.75), 6: (4.5, 1.5), 8: (4, 2)})
-    run = exact_fit(model.double(), 2, 2, callbacks=[moving], strategy=STAY)
-    assert moves(run) == [(0, 1, 6), (0, 2.25, 6), (0, 4.5, 6), (0, 4, 6)]
-
-
-@pytest.mark.long
 def test_layers_that_were_recipes_move():
     still, moved = Regression(specs=True).double(), Regression(specs=True).double()
     fit(still, 2, 2)

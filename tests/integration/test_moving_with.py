@@ -58,8 +58,7 @@ def test_weights_whose_copies_meet_and_part():
     data = dataset()
     samples = torch.utils.data.TensorDataset(data.tensors[0][:, :6], data.tensors[0][:, 2:])
     callbacks = [Move({1: (1, 1, 4), 3: (3, 2, 1), 6: (4, 1, 1), 8: (2, 2, 2)})]
-    run = exact_fit(model, 2, 3, data=samples, callbacks=callbacks)
-    assert len(moves(run)) == 4
+    assert len(moves(exact_fit(model, 2, 3, data=samples, callbacks=callbacks))) == 4
 
 
 def test_layers_of_an_ordinary_module():

@@ -56,7 +56,6 @@ class SequenceParallelBlocks(sharded.Ordinary):
 
 
 ALWAYS = [
-    (sharded.Ordinary, sharded.TENSOR, [], {}),
     (sharded.Ordinary, sharded.FSDP, [sharded.Kill(1, 1, 2)], {}),
     (sharded.Ordinary, (1, 1, 4), [], {}),
     (sharded.Piped, (1, 2, 2, 1), [], {}),  # two forwards of a root of FSDP2, which stays gathered, before a backward

@@ -115,7 +115,6 @@ def test_compiled_layers_train_the_same(mode):
     """With "reduce-overhead" each layer is a CUDA graph, and several micro-batches are in flight."""
     model, plain = Compiled(mode).double(), Wide().double()
     expected = plain_loop(plain, dataset())
-    run = train(model, "cuda", [Fault("kill", pipeline=1, stage=0, step=4)])
-    assert failures(run) == [(1, 0)]
+    assert failures(train(model, "cuda", [Fault("kill", pipeline=1, stage=0, step=4)])) == [(1, 0)]
     trained = {name.replace("_orig_mod.", ""): tensor.cpu() for name, tensor in model.state_dict().items()}
     assert difference(trained, expected) < TOLERANCE

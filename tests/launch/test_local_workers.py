@@ -170,8 +170,7 @@ def test_workers_that_are_lost_with_their_dataloader_processes_leave_no_folders(
     command = [sys.executable, str(script), str(tmp_path / "first"), str(tmp_path / "second")]
     with tempfile.TemporaryDirectory() as temporary:  # of a short name, for the paths of sockets
         environment = {**os.environ, "TMPDIR": temporary}
-        done = completed(command, env=environment, check=True)
-        assert done.stdout == "it was killed by SIGKILL\n" * 2
+        assert completed(command, env=environment, check=True).stdout == "it was killed by SIGKILL\n" * 2
         assert list(Path(temporary).glob("pymp-*")) == []
 
 

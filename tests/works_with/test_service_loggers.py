@@ -121,6 +121,5 @@ def test_comet_offline(killed, tmp_path):
     """Of which Lightning 2.6 makes a disabled experiment: nothing is written, as on one device."""
     pytest.importorskip("comet_ml")
     logger = CometLogger(api_key="none", online=False, offline_directory=str(tmp_path))
-    run = train(logger, tmp_path, workers=2, killed=killed)
-    assert run.global_step == 2 * small.STEPS
+    assert train(logger, tmp_path, workers=2, killed=killed).global_step == 2 * small.STEPS
     assert not list(tmp_path.glob("*.zip"))
