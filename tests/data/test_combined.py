@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -59,9 +60,10 @@ def test_the_microbatches_of_a_step_hold_each_loaders_batch_once(mode):
 def test_each_round_of_a_shorter_loader_has_an_order_of_its_own_that_can_be_read_again(num_workers):
     def read(*begin_with: int) -> dict[int, list[Any]]:
         found = {}
-        for step in steps_of("max_size_cycle", loader(0, 6), loader(100, 2, shuffle=True, num_workers=num_workers)):
-            if not begin_with or step.index in begin_with:
-                found[step.index] = [part[1].tolist() for part in microbatches(step)]
+        with closing(loader(100, 2, shuffle=True, num_workers=num_workers)) as shorter:
+            for step in steps_of("max_size_cycle", loader(0, 6), shorter):
+                if not begin_with or step.index in begin_with:
+                    found[step.index] = [part[1].tolist() for part in microbatches(step)]
         return found
 
     whole = read()
@@ -72,11 +74,12 @@ def test_each_round_of_a_shorter_loader_has_an_order_of_its_own_that_can_be_read
 
 
 def test_a_step_of_an_earlier_round_can_be_redone():
-    steps = list(steps_of("max_size_cycle", loader(0, 4), loader(100, 2, shuffle=True, num_workers=1)))
-    found = [[part[1].tolist() for part in microbatches(step)] for step in steps]
-    for index in (2, 1, 2, 3):
-        step = steps[index]
-        assert [step.loader.fetch(step, mb)[1].tolist() for mb in GRID.all_microbatches()] == found[index]
+    with closing(loader(100, 2, shuffle=True, num_workers=1)) as shorter:
+        steps = list(steps_of("max_size_cycle", loader(0, 4), shorter))
+        found = [[part[1].tolist() for part in microbatches(step)] for step in steps]
+        for index in (2, 1, 2, 3):
+            step = steps[index]
+            assert [step.loader.fetch(step, mb)[1].tolist() for mb in GRID.all_microbatches()] == found[index]
 
 
 def test_a_step_of_an_evaluation_with_too_few_samples_of_one_loader_is_one_microbatch():

@@ -268,10 +268,6 @@ def test_own_microbatches_may_be_asked_for_in_any_order_and_adopted_ones_between
                 assert torch.equal(source.fetch(handle, microbatch), direct.fetch(handle, microbatch))
 
 
-class OwnBatches(td.BatchSampler):
-    """Whose batches may be anything."""
-
-
 class WhoRead(Numbers):
     def __getitem__(self, index: int) -> Tensor:
         return torch.tensor(os.getpid())
