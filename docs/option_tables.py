@@ -1,6 +1,6 @@
 """Writes docs/options.md from the signatures and docstrings of the options: ``python docs/option_tables.py``.
 
-A row has an option's name, its default and the first sentence of its description. A test compares the page.
+An item has an option's name, its default and the first sentence of its description. A test compares the page.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ PAGE = Path(__file__).with_name("options.md")
 _HEAD = """\
 # All options
 
-Made from the code by `python docs/option_tables.py`. The complete description of an option is in the docstring of its
-class, as in `help(lightning_recycle.RecoveryOptions)`, and on the [API page](api.md#options) of the site.
+Every option, with its default in brackets. `help(lightning_recycle.RecoveryOptions)` and the [API
+page](api.md#options) describe each completely.
 
 ```python
 from lightning_recycle import ReCycleStrategy, RecoveryOptions
@@ -27,7 +27,7 @@ from lightning_recycle import ReCycleStrategy, RecoveryOptions
 strategy = ReCycleStrategy(pipeline_parallel_size=2, recovery=RecoveryOptions(max_restarts=10))
 ```
 
-Options of the Trainer: [Trainer flags](trainer_flags.md). Options of commands, and environment variables:
+Options of the Trainer: [Trainer flags](trainer_flags.md); of commands, and environment variables:
 [Operations](operations.md).
 """
 
@@ -70,7 +70,7 @@ def descriptions(kind: type[Any]) -> dict[str, str]:
 
 def _sentence(text: str) -> str:
     text = _ROLE.sub(lambda role: f"`{role[1].rpartition('.')[2]}`", text)
-    return _END.split(text, maxsplit=1)[0].replace("``", "`").replace("|", r"\|")
+    return _END.split(text, maxsplit=1)[0].replace("``", "`")
 
 
 def page() -> str:
@@ -79,10 +79,10 @@ def page() -> str:
     for kind, (links, argument) in _CLASSES.items():
         told = descriptions(kind)
         heading = f"{kind.__name__}" if not argument else f"{kind.__name__} (`{argument}=`)"
-        parts.append(f"\n## {heading}\n\nExplained in {links}.\n\n| option | default | meaning |\n|---|---|---|\n")
+        parts.append(f"\n## {heading}\n\nExplained in {links}.\n\n")
         for name, parameter in inspect.signature(kind).parameters.items():
             if name in told:
-                parts.append(f"| `{name}` | {_default(parameter)} | {told[name]} |\n")
+                parts.append(f"- `{name}` {_default(parameter)}: {told[name]}\n".replace("` : ", "`: "))
     return "".join(parts)
 
 
@@ -90,11 +90,8 @@ def _default(parameter: inspect.Parameter) -> str:
     value = parameter.default
     if value is inspect.Parameter.empty:
         return ""
-    return (
-        f"`{value!r}`"
-        if isinstance(value, (bool, int, float, str, tuple, type(None)))
-        else f"`{type(value).__name__}()`"
-    )
+    plain = isinstance(value, (bool, int, float, str, tuple, type(None)))
+    return f"(`{value!r}`)" if plain else f"(`{type(value).__name__}()`)"
 
 
 if __name__ == "__main__":
