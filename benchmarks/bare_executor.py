@@ -27,9 +27,9 @@ from lightning_recycle.control.protocol import messages
 from lightning_recycle.launch.worker_group import process_context
 from lightning_recycle.planning.grid import Grid, Microbatch
 from lightning_recycle.planning.planner import PlanningOptions
+from lightning_recycle.runtime.commit_reports import CommitRules
 from lightning_recycle.runtime.communicator import Communicator
 from lightning_recycle.runtime.executor import Executor
-from lightning_recycle.runtime.executor_callbacks import CommitRules
 from lightning_recycle.runtime.gradients import GradientBuffers
 from lightning_recycle.runtime.groups_and_transports import Transport
 from lightning_recycle.runtime.stage import Stage

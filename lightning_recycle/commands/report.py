@@ -21,8 +21,8 @@ from lightning_recycle.commands import Output, bad_input_ends
 from lightning_recycle.errors import counted
 from lightning_recycle.files import check_ending, check_parent, refusing, write_atomically
 from lightning_recycle.visualize.charts import swatch
-from lightning_recycle.visualize.records import Record, load_results
 from lightning_recycle.visualize.sections import sections_of
+from lightning_recycle.visualize.simulation_results import Record, load_results
 
 
 def render_report(records: Sequence[Record], title: str = "ReCycle simulation report") -> str:

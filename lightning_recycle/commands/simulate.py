@@ -36,7 +36,15 @@ from lightning_recycle.files import refusing, write_json
 from lightning_recycle.simulation.simulated_run import FIGURES
 from lightning_recycle.simulation.training_model import GPUS
 from lightning_recycle.traces import load_trace
-from lightning_recycle.visualize import records
+from lightning_recycle.visualize.simulation_results import (
+    RESULT_SCHEMA,
+    assumptions_text,
+    caution,
+    cost_of,
+    duration_text,
+    failures_text,
+    policy_text,
+)
 
 _USUAL_DURATION = 86400.0
 
@@ -127,7 +135,7 @@ def result_of(scenario: Scenario, command: str) -> dict[str, Any]:
     seconds = time.perf_counter() - started
     first = found.results[0]
     return {
-        "schema": records.RESULT_SCHEMA,
+        "schema": RESULT_SCHEMA,
         "command": command,
         **_scenario_settings(scenario),
         **{name: found.mean(name) for name in FIGURES},
@@ -243,19 +251,19 @@ def _sweep_summary() -> Group | None:
     if len(_sweep) < 2:
         return None
     files = [f"\nwrote {len(_written)} results to {_written[0].parents[1]}, each in a folder"] if _written else []
-    return Group(_overview(_sweep), *(f"\n{text}" for text in records.caution(_sweep)), *files)
+    return Group(_overview(_sweep), *(f"\n{text}" for text in caution(_sweep)), *files)
 
 
 # -- what is printed ---------------------------------------------------------------------------------------------------
 
 
 def _announcement(scenario: Scenario) -> str:
-    length = records.duration_text(scenario.duration)
+    length = duration_text(scenario.duration)
     return f"{_title(_scenario_settings(scenario))}: {counted(len(scenario.seeds), 'run')} of {length}"
 
 
 def _title(result: Result) -> str:
-    return f"{result['model']['name']}, {records.policy_text(result)}, {records.failures_text(result)}"
+    return f"{result['model']['name']}, {policy_text(result)}, {failures_text(result)}"
 
 
 def _line(result: Result) -> str:
@@ -271,7 +279,7 @@ def _overview(results: Sequence[Result]) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for each in results:
         numbers = (f"{each['throughput']:.2f}", f"{each['ratio']:.3f}", f"{each['deviation']:.3f}")
-        table.add_row(each["model"]["name"], records.policy_text(each), records.failures_text(each), *numbers)
+        table.add_row(each["model"]["name"], policy_text(each), failures_text(each), *numbers)
     return table
 
 
@@ -287,17 +295,17 @@ def _summary(result: Result) -> Table:
     for name, value in (
         ("model", f"{model['name']}, {model['parameters'] / 1e9:.3g} billion parameters; {grid}"),
         ("cluster", f"{counted(cluster['nodes'], 'node')} of {cluster['gpus_per_node']} {model['gpu']}"),
-        ("assumed", records.assumptions_text(result)),
-        ("policy", records.policy_text(result)),
-        ("failures", f"{records.failures_text(result)}; {result['node_failures']:.1f} node failures in a run"),
-        ("runs", f"{runs} of {records.duration_text(result['duration'])}"),
+        ("assumed", assumptions_text(result)),
+        ("policy", policy_text(result)),
+        ("failures", f"{failures_text(result)}; {result['node_failures']:.1f} node failures in a run"),
+        ("runs", f"{runs} of {duration_text(result['duration'])}"),
         ("throughput", f"{result['throughput']:.2f} samples/s{spread}"),
         ("throughput / 1F1B fault-free", ratio),
         ("of what live GPUs could do", f"{result['fraction_of_ideal']:.3f}"),
         ("goodput, ETTR, MFU", f"{result['goodput']:.3f}, {result['ettr']:.3f}, {result['mfu']:.3f}"),
     ):
         table.add_row(name, value)
-    if (cost := records.cost_of(result)) is not None:
+    if (cost := cost_of(result)) is not None:
         table.add_row("cost of 1,000 samples", f"{cost:.4g}")
     if result["note"]:
         table.add_row("note", f"nothing was trained: {result['note']}")

@@ -30,7 +30,7 @@ from lightning_recycle.model.chains import Chain, LayerPaths, SideRecorder, Side
 from lightning_recycle.model.layers import Tie, layer_ranges, names_by_parameter, set_weights, share
 from lightning_recycle.model.module import PipelineModule
 from lightning_recycle.model.parts import LayerParts, ModelParts, Run
-from lightning_recycle.model.worker_module import StepRecorder, WholeStep, redirect_forward, restore_forward
+from lightning_recycle.model.recorded_module import StepRecorder, WholeStep, redirect_forward, restore_forward
 from lightning_recycle.planning.planner import Partition
 from lightning_recycle.tensor_memory import put_together, take_apart
 from lightning_recycle.torch_internals import modules_of, parameters_of

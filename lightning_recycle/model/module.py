@@ -31,7 +31,7 @@ from lightning_recycle.model.layers import (
     split_name,
     tie,
 )
-from lightning_recycle.model.worker_module import BatchPlace, RecordedModule, call_at, call_here
+from lightning_recycle.model.recorded_module import BatchPlace, RecordedModule, call_at, call_here
 from lightning_recycle.randomness import generator_states, set_generator_states
 from lightning_recycle.torch_internals import modules_of
 

@@ -26,7 +26,7 @@ from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.chains import seeing_one_stage
 from lightning_recycle.model.layers import AbsentLayer, Tie, layer_ranges, set_weights, split_name, ties_between_stages
 from lightning_recycle.model.module import PipelineModule
-from lightning_recycle.model.worker_module import BatchPlace, RecordedStep, StepRecorder, call_at
+from lightning_recycle.model.recorded_module import BatchPlace, RecordedStep, StepRecorder, call_at
 from lightning_recycle.planning.planner import Partition
 
 Run: TypeAlias = Literal["training", "evaluation", "forward"]

@@ -23,8 +23,8 @@ from lightning_recycle.data.step_sources import StepHandle
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import Microbatch, OpKind
 from lightning_recycle.planning.program import Program, Task
+from lightning_recycle.runtime.commit_reports import CommitPayload, RecordOutput, StepResult
 from lightning_recycle.runtime.communicator import receive_object, send_object
-from lightning_recycle.runtime.executor_callbacks import CommitPayload, RecordOutput, StepResult
 from lightning_recycle.runtime.gradients import AccumulationPart
 from lightning_recycle.runtime.groups_and_transports import CommunicationError, UnreachableError
 from lightning_recycle.runtime.machine_errors import is_device_error, place_of, readers_may_die

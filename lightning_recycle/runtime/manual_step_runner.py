@@ -32,8 +32,8 @@ from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.member import Interrupted
 from lightning_recycle.errors import ReCycleError, UnsupportedFeatureError
 from lightning_recycle.planning.grid import Grid, Microbatch, OpKind, Worker, global_index
+from lightning_recycle.runtime.commit_reports import CommitPayload, CommitRules, ExecutorCallbacks
 from lightning_recycle.runtime.communicator import Communicator
-from lightning_recycle.runtime.executor_callbacks import CommitPayload, CommitRules, ExecutorCallbacks
 from lightning_recycle.runtime.stage_bundle import StageBundle
 from lightning_recycle.runtime.step_runner import StepRunner
 

@@ -34,8 +34,7 @@ from lightning_recycle.data.step_sources import StepHandle, StepSource
 from lightning_recycle.devices import is_accelerator
 from lightning_recycle.planning.grid import Grid, Op, OpKind, Positions, Worker
 from lightning_recycle.planning.program import Program, Task
-from lightning_recycle.runtime.communicator import Communicator
-from lightning_recycle.runtime.executor_callbacks import (
+from lightning_recycle.runtime.commit_reports import (
     CommitPayload,
     CommitRules,
     ExecutorCallbacks,
@@ -43,6 +42,7 @@ from lightning_recycle.runtime.executor_callbacks import (
     StepResult,
     norm_of,
 )
+from lightning_recycle.runtime.communicator import Communicator
 from lightning_recycle.runtime.gradients import AccumulationPart, BucketedReduction
 from lightning_recycle.runtime.stage_bundle import Shadow, StageBundle
 from lightning_recycle.runtime.step_measurements import StepMeasurements

@@ -29,7 +29,7 @@ from typing_extensions import override
 from lightning_recycle.control.protocol.control_collectives import StopPlace
 from lightning_recycle.data.iterable_style import StreamLoader
 from lightning_recycle.data.step_sources import StepHandle, StepLoader
-from lightning_recycle.runtime.executor_callbacks import StepResult
+from lightning_recycle.runtime.commit_reports import StepResult
 from lightning_recycle.runtime.gradients import AccumulationPart
 from lightning_recycle.session.gradient_clipping import called_once
 from lightning_recycle.session.lightning_internals import (

@@ -44,13 +44,13 @@ from lightning_recycle.randomness import (
     set_generator_states,
 )
 from lightning_recycle.runtime.manual_step_runner import Lockstep, ManualStepMicrobatch, ManualStepRunner, StepPath
+from lightning_recycle.session.change_tracker import ValueTree
 from lightning_recycle.session.gradient_clipping import called_once, restore_scale
 from lightning_recycle.session.lightning_internals import count_manual_steps, lightning_optimizers
 from lightning_recycle.session.object_attributes import INTERNAL_ATTRIBUTES, MODULE_TABLES
 from lightning_recycle.session.object_graph import ObjectGraph, ObjectPack, callback_graph
 from lightning_recycle.session.optimizer_states import OptimizerState, copied
 from lightning_recycle.session.output_recorder import OutputRecorder, metric_states, set_metric_states
-from lightning_recycle.session.value_tree import ValueTree
 from lightning_recycle.session.worker_context import WorkerContext
 from lightning_recycle.torch_internals import tree_map_only
 

@@ -1,7 +1,7 @@
 """Values that steps and hooks change in the module, per micro-batch.
 
 Concept: a micro-batch is its global index in a step. What a training step or forward changes in the module's tree
-(:mod:`~lightning_recycle.session.value_tree`) begins for each micro-batch as at the beginning of the step, and is
+(:mod:`~lightning_recycle.session.change_tracker`) begins for each micro-batch as at the beginning of the step, and is
 taken back after it: a step that runs again, anywhere, begins as it did. Changes travel with the record of the
 micro-batch. After the step, on every worker,
 
@@ -35,8 +35,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_recycle.errors import UnsupportedFeatureError
-from lightning_recycle.model.worker_module import RecordedModule
-from lightning_recycle.session.value_tree import ABSENT, WHOLE, CellChange, CellKey, CellPath, ValueTree, name_of
+from lightning_recycle.model.recorded_module import RecordedModule
+from lightning_recycle.session.change_tracker import ABSENT, WHOLE, CellChange, CellKey, CellPath, ValueTree, name_of
 from lightning_recycle.tensor_memory import (
     checksum,
     is_sharded,

@@ -27,7 +27,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.hooks import RemovableHandle
 
 from lightning_recycle.model.layers import AbsentLayer
-from lightning_recycle.model.worker_module import RecordedModule
+from lightning_recycle.model.recorded_module import RecordedModule
 from lightning_recycle.pickling import written_class
 from lightning_recycle.runtime.stage import unsharded_class
 

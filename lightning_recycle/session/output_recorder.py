@@ -22,7 +22,7 @@ from torchmetrics.wrappers import MetricTracker, Running
 from torchmetrics.wrappers.abstract import WrapperMetric
 
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError, suggestion
-from lightning_recycle.model.worker_module import RecordedModule
+from lightning_recycle.model.recorded_module import RecordedModule
 from lightning_recycle.session.microbatch_changes import Effect, MicrobatchChanges, put_together, taken_apart
 from lightning_recycle.session.object_graph import metric_parts
 from lightning_recycle.tensor_memory import from_host, on_device, pack_tensors, to_cpu, to_host, unpack_tensors

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from lightning_recycle.files import write_atomically
 from lightning_recycle.model.parts import ModelParts
-from lightning_recycle.model.worker_module import RecordedModule
+from lightning_recycle.model.recorded_module import RecordedModule
 from lightning_recycle.session.output_recorder import LoggerCall
 from lightning_recycle.session.worker_context import WorkerCollectives, WorkerContext
 

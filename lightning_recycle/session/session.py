@@ -18,7 +18,7 @@ from lightning_recycle.data.step_sources import StepHandle
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.chain_parts import parts_of
 from lightning_recycle.model.parts import ModelParts
-from lightning_recycle.model.worker_module import CallResult, RecordedModule, recorded, restore_class
+from lightning_recycle.model.recorded_module import CallResult, RecordedModule, recorded, restore_class
 from lightning_recycle.runtime.executor import Executor
 from lightning_recycle.runtime.verification import alike, copies_differ, fingerprint, sums_of_copies
 from lightning_recycle.session.checkpoint_callbacks import CallbackCheckpoints, leave_saves_alone

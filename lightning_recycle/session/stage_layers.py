@@ -45,9 +45,9 @@ from lightning_recycle.planning.layer_cuts import (
     shared_layers,
 )
 from lightning_recycle.randomness import derive_seed, seeded_everything
+from lightning_recycle.runtime.commit_reports import CommitRules, ExecutorCallbacks
 from lightning_recycle.runtime.communicator import Communicator
 from lightning_recycle.runtime.executor import Executor
-from lightning_recycle.runtime.executor_callbacks import CommitRules, ExecutorCallbacks
 from lightning_recycle.runtime.gradients import GradientBuffers
 from lightning_recycle.runtime.manual_step_runner import ManualStepRunner
 from lightning_recycle.runtime.nccl.nccl_transport import transport_for

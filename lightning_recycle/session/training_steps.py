@@ -1,7 +1,7 @@
 """Training steps of one worker: run by Lightning's loops and an executor.
 
 The loops (:mod:`~lightning_recycle.session.loops`) and the executor
-(:class:`~lightning_recycle.runtime.executor_callbacks.ExecutorCallbacks`) call its methods.
+(:class:`~lightning_recycle.runtime.commit_reports.ExecutorCallbacks`) call its methods.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from lightning_recycle.data.step_sources import StepHandle
 from lightning_recycle.engines.slurm import requeue
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.model.parts import ModelParts
-from lightning_recycle.model.worker_module import RecordedModule
-from lightning_recycle.runtime.executor_callbacks import StepResult
+from lightning_recycle.model.recorded_module import RecordedModule
+from lightning_recycle.runtime.commit_reports import StepResult
 from lightning_recycle.runtime.gradients import AccumulationPart
 from lightning_recycle.runtime.machine_errors import suspicion_of
 from lightning_recycle.runtime.stage_bundle import StageBundle, StageTies

@@ -22,7 +22,7 @@ from lightning_recycle.visualize.charts import (
     row_chart,
     step_chart,
 )
-from lightning_recycle.visualize.records import (
+from lightning_recycle.visualize.simulation_results import (
     LEAST_RUNS,
     Record,
     Variants,

@@ -15,8 +15,8 @@ from lightning_recycle import __version__
 from lightning_recycle.commands.report import render_report
 from lightning_recycle.traces import load_trace
 from lightning_recycle.visualize.charts import linear, logarithmic
-from lightning_recycle.visualize.records import POLICIES, error, load_results, number, schedule_of
 from lightning_recycle.visualize.sections import averaged
+from lightning_recycle.visualize.simulation_results import POLICIES, error, load_results, number, schedule_of
 
 pytestmark = pytest.mark.long
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_recycle import PipelineModule
 from lightning_recycle.callbacks import Fault
-from lightning_recycle.model.worker_module import BatchPlace, call_at, call_here
+from lightning_recycle.model.recorded_module import BatchPlace, call_at, call_here
 
 pytestmark = pytest.mark.long
 

@@ -21,7 +21,7 @@ from lightning_recycle import ConfigurationError
 from lightning_recycle.devices import saved_tensors
 from lightning_recycle.model import chains
 from lightning_recycle.model.chain_parts import ChainParts
-from lightning_recycle.model.worker_module import recorded, redirect_forward, restore_class, restore_forward
+from lightning_recycle.model.recorded_module import recorded, redirect_forward, restore_class, restore_forward
 from lightning_recycle.randomness import derive_seed
 from lightning_recycle.runtime.stage import Stage
 

@@ -14,8 +14,8 @@ from lightning_recycle.control import client as client_module
 from lightning_recycle.control.network.connection import FrameBuffer, MessageConnection
 from lightning_recycle.control.protocol.messages import TO_WORKERS, Regroup
 from lightning_recycle.planning.grid import Grid, Worker
+from lightning_recycle.runtime.commit_reports import CommitRules
 from lightning_recycle.runtime.executor import Executor
-from lightning_recycle.runtime.executor_callbacks import CommitRules
 from lightning_recycle.runtime.gradients import GradientBuffers
 from lightning_recycle.runtime.stage_bundle import StageBundle, StageTies
 from lightning_recycle.runtime.step_runner import StepRunner

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from lightning_recycle.session.change_tracker import ValueTree
 from lightning_recycle.session.manual_steps import MicrobatchState
-from lightning_recycle.session.value_tree import ValueTree
 
 
 class Counts(L.LightningModule):

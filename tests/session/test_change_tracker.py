@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_recycle.errors import UnsupportedFeatureError
-from lightning_recycle.session import value_tree
+from lightning_recycle.session import change_tracker
+from lightning_recycle.session.change_tracker import ValueTree, name_of
 from lightning_recycle.session.microbatch_changes import MicrobatchChanges
-from lightning_recycle.session.value_tree import ValueTree, name_of
 
 
 class Averaged(L.LightningModule):
@@ -79,8 +79,8 @@ def test_a_view_and_its_base_change_together() -> None:
 
 
 def test_a_write_among_more_than_can_be_compared_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(value_tree, "_WATCHED_BYTES", -1000)
-    monkeypatch.setattr(value_tree, "_ALWAYS_COPIED_BYTES", -1)
+    monkeypatch.setattr(change_tracker, "_WATCHED_BYTES", -1000)
+    monkeypatch.setattr(change_tracker, "_ALWAYS_COPIED_BYTES", -1)
     module = Averaged()
     effects = MicrobatchChanges(module, microbatches=2)
     for _ in range(4):

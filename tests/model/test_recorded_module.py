@@ -8,7 +8,7 @@ import lightning as L
 import torch
 from torch import nn
 
-from lightning_recycle.model.worker_module import RecordedModule, recorded, restore_class
+from lightning_recycle.model.recorded_module import RecordedModule, recorded, restore_class
 
 
 class Module(L.LightningModule):
