@@ -51,7 +51,7 @@ from lightning_recycle.session.configuration import (
     check_shards,
     plans_checked,
 )
-from lightning_recycle.session.gradient_clipping import OptimizerStep
+from lightning_recycle.session.gradient_clipping import RepeatableStep
 from lightning_recycle.session.lightning_internals import (
     AFTER_SAVING,
     WrappingCheckpointIO,
@@ -455,7 +455,7 @@ class ReCycleStrategy(ParallelStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """A step of the optimizer, on shards unless its hooks would see them."""
         is_sharded = self._session is not None and self._session.mesh is not None
-        on_shards = stepping_on_shards if is_sharded and not OptimizerStep.is_watched([optimizer]) else nullcontext
+        on_shards = stepping_on_shards if is_sharded and not RepeatableStep.is_watched([optimizer]) else nullcontext
         with on_shards(optimizer):
             return super().optimizer_step(optimizer, closure, *args, **kwargs)
 

@@ -1,9 +1,9 @@
 """A worker's side of the control plane.
 
-Three threads share one connection: the main thread asks and waits; a receiver takes the coordinator's messages and
-interrupts the data plane the moment a new generation is announced; a heartbeat thread reports that the process lives
-and what it does. Without a coordinator the worker ends, unless another one may take over
-(:class:`~lightning_recycle.control.protocol.messages.Enrolled`): then the receiver looks for it and reports this
+Threads share one connection: the main thread asks and waits; a receiver takes the coordinator's messages and interrupts
+the data plane the moment a new generation is announced; a heartbeat thread reports that the process lives and what it
+does; connecting and checkpoint threads ask, too. Without a coordinator the worker ends, unless another one may take
+over (:class:`~lightning_recycle.control.protocol.messages.Enrolled`): then the receiver looks for it and reports this
 worker's state, while the main thread merely waits.
 
 A worker that joins a running training is alone at first: its control collectives are answered with its own part. Once
@@ -45,7 +45,7 @@ EXIT_LOST_COORDINATOR = 69  # BSD's EX_UNAVAILABLE
 EXIT_INTERRUPTED = 130  # by Ctrl-C, as shells count: 128 + its number
 EXIT_LEFT = 143  # left at a step boundary because SIGTERM asked for it: 128 + its number
 
-_LOOKUP_SECONDS = 0.1  # between two checks whether connecting was cancelled
+_POLL_SECONDS = 0.1  # between two checks of conditions whose change notifies no waiting thread
 _QUIET_SECONDS = 2 * SIGN_SECONDS  # of a silent coordinator; longer silence does not count as waiting for its answers
 _LOSS_TIMEOUT = 300.0  # seconds; it is sent before the gradients that lead to a step
 
@@ -151,7 +151,7 @@ class ControlClient(ActivityRecorder):
         wants: messages.RunRequest | None = None,
         patience: float = 0.0,
     ) -> None:
-        self.member = Member(-1 if rank is None else rank, joining, returns=patience > 0)
+        self.member = Member(-1 if rank is None else rank, joining, survives_coordinator_loss=patience > 0)
         self._survives = survives
         super().__init__()
         self.on_interrupt: Callable[[int, Collection[int]], None] | None = None
@@ -160,7 +160,7 @@ class ControlClient(ActivityRecorder):
         self.heartbeat_interval = heartbeat_interval
         self._address, self._authkey, self._patience = address, authkey, patience
         self._enrolled: messages.Enrolled | None = None
-        self._is_away, self._came_back = False, 0.0  # whether there is no coordinator; when it was found again
+        self._is_reconnecting, self._reconnected_at = False, 0.0  # time.monotonic()
         self._connection = connect(address, authkey)
         self._changed = threading.Condition()
         self._leaving = False
@@ -168,11 +168,11 @@ class ControlClient(ActivityRecorder):
         self._was_asked_to_leave = False
         self._is_over = False  # the run has finished, and this process goes on
         self.complete_saves: Callable[[], None] | None = None
-        self._completes = False  # a checkpoint, after the run
+        self._is_finishing_saves = False  # after a run that ended otherwise
         self._parcels: dict[tuple[int, int, str], messages.Payload | None] = {}  # by batch, sender and key
-        self._questions = -1  # the number of the newest question whether it is a member
+        self._newest_query = -1  # number of the newest question whether this worker is a member
         self._is_in_hook = False
-        self.returns = 0  # how often it has found another coordinator; parcels are lost with the old one
+        self.coordinator_changes = 0  # parcels are lost with a coordinator
         self._wake_heartbeat = threading.Event()
         self._requests: deque[messages.Leave | messages.EndRun] = deque()  # of signal handlers
         self._identity: dict[str, Any] = {
@@ -228,14 +228,14 @@ class ControlClient(ActivityRecorder):
         Messages that must arrive are repeated to the next one (:mod:`~lightning_recycle.control.journal`).
         """
         with self._changed:
-            if self._completes:
+            if self._is_finishing_saves:
                 return  # nobody listens any more
             self.member.record_sent(message)
             connection = self._connection
         try:
             connection.send(message)
         except OSError:
-            if not self._may_return:
+            if not self._may_reconnect:
                 self._exit("lost its connection to the coordinator", EXIT_LOST_COORDINATOR)
             # The receiver thread sees it, too, and looks for the next one.
 
@@ -256,9 +256,9 @@ class ControlClient(ActivityRecorder):
                 self.send(reply)
             if not isinstance(answer, Hold):
                 return answer.program
-            place = answer.place
+            pause = answer.pause
             self._wait(
-                lambda place=place: self.member.pause != place or None,  # type: ignore[misc]
+                lambda pause=pause: self.member.pause != pause or None,  # type: ignore[misc]
                 "the change at a step boundary",
                 interruptible=True,
             )
@@ -299,10 +299,10 @@ class ControlClient(ActivityRecorder):
 
     def _await_confirmation(self, question: Callable[[int], Any]) -> None:
         with self._changed:
-            self._questions = number = max(self._questions, self.member.confirmed_query) + 1
+            self._newest_query = number = max(self._newest_query, self.member.confirmed_query) + 1
         self.send(question(number))
         what = "confirmation that it is a member"
-        self._wait(lambda: self.member.confirmed_query >= number or self._completes or None, what, shown=False)
+        self._wait(lambda: self.member.confirmed_query >= number or self._is_finishing_saves or None, what, shown=False)
 
     def await_assignment(self) -> messages.Assign:
         """Waits for a position to become free and takes it.
@@ -329,7 +329,7 @@ class ControlClient(ActivityRecorder):
         If not, this worker repeats the work in a newer generation. Does not return if this worker is evicted. Arguments
         as in :class:`~lightning_recycle.control.protocol.messages.Raised`.
         """
-        summary, text = in_words(error)
+        summary, text = describe_error(error)
         self.send(self.member.raised(step, operation, summary, text, exact, sticky))
         return self._wait(self.member.judged, "a verdict on its exception").own
 
@@ -400,7 +400,7 @@ class ControlClient(ActivityRecorder):
             while None in (found := [self.member.published(key) for key in keys]):
                 if self.interrupted or self._is_over or cancelled.is_set():
                     raise Interrupted
-                self._changed.wait(_LOOKUP_SECONDS)
+                self._changed.wait(_POLL_SECONDS)
         return [value for value in found if value is not None]
 
     def arrive(self, name: str, payload: Any = None) -> Mapping[int, Any]:
@@ -450,7 +450,7 @@ class ControlClient(ActivityRecorder):
         def wait(interruptible: bool) -> bool:
             self.send(self.member.reach_hook())
             with self.waiting(what):  # for them, and not for the coordinator
-                return self._wait(lambda: self.member.enter_hook() or None, what, None, interruptible, shown=False)
+                return self._wait(lambda: self.member.try_enter_hook() or None, what, None, interruptible, shown=False)
 
         self._is_in_hook = self._hiding_failures(wait)
 
@@ -489,9 +489,10 @@ class ControlClient(ActivityRecorder):
         name = (batch, sender, key)
         with self._changed:
             while name not in self._parcels:
-                if self._is_over or self._completes or not is_wanted() or self.member.lost.get(sender, -1) > since:
+                is_lost = self.member.lost.get(sender, -1) > since
+                if is_lost or self._is_over or self._is_finishing_saves or not is_wanted():
                     raise Interrupted
-                self._changed.wait(_LOOKUP_SECONDS)
+                self._changed.wait(_POLL_SECONDS)
             payload = self._parcels.pop(name)
         return unpack(payload)[0]
 
@@ -504,8 +505,8 @@ class ControlClient(ActivityRecorder):
         with self._changed:
             self._parcels = {name: value for name, value in self._parcels.items() if name[0] > batch}
 
-    def await_thread(self, is_done: Callable[[], bool], what: str) -> bool:
-        """Waits for work of this process; returns whether it is done.
+    def await_background_work(self, is_done: Callable[[], bool], what: str) -> bool:
+        """Waits for work of another thread here; returns whether it is done.
 
         Regroups that are announced meanwhile are carried out. At the end of the run the work may be undone.
         """
@@ -517,7 +518,7 @@ class ControlClient(ActivityRecorder):
                         self.regroup()
                 with self._changed:
                     if not is_done():
-                        self._changed.wait(_LOOKUP_SECONDS)
+                        self._changed.wait(_POLL_SECONDS)
         return is_done()
 
     def pass_stop_point(self, point: int) -> None:
@@ -574,15 +575,15 @@ class ControlClient(ActivityRecorder):
                 if interruptible and self.interrupted:
                     raise Interrupted
                 # The time without a coordinator does not count.
-                deadline = None if timeout is None else max(began, self._came_back) + timeout
+                deadline = None if timeout is None else max(began, self._reconnected_at) + timeout
                 if deadline is not None and time.monotonic() > deadline and not self._lacks_coordinator:
                     raise ControlPlaneError(f"Worker {self.rank} waited {timeout:g} s for {what} without success.")
-                self._changed.wait(None if deadline is None else max(_LOOKUP_SECONDS, deadline - time.monotonic()))
+                self._changed.wait(None if deadline is None else max(_POLL_SECONDS, deadline - time.monotonic()))
 
     @property
     def _lacks_coordinator(self) -> bool:
         """Whether the coordinator is looked for, or silent."""
-        return self._is_away or time.monotonic() - self._connection.heard > _QUIET_SECONDS
+        return self._is_reconnecting or time.monotonic() - self._connection.heard > _QUIET_SECONDS
 
     # ------------------------------------------------------------------ threads
 
@@ -593,7 +594,7 @@ class ControlClient(ActivityRecorder):
         except Exception as error:
             if self._leaving:
                 return  # the main thread ends the process, and needs this one no more
-            name, (summary, text) = threading.current_thread().name, in_words(error)
+            name, (summary, text) = threading.current_thread().name, describe_error(error)
             log.exception("Worker %d: an error ended its thread %s", self.rank, name)
             with contextlib.suppress(Exception):  # what is left of this process may not even be able to say so
                 what = f"its thread {name} raised {summary}"
@@ -611,11 +612,11 @@ class ControlClient(ActivityRecorder):
             try:
                 message = self._connection.receive()
                 if self._connection.heard - heard > _QUIET_SECONDS:
-                    self._came_back = self._connection.heard
+                    self._reconnected_at = self._connection.heard
             except (EOFError, OSError) as error:
                 if self._leaving and self._survives:
                     return  # it has all that it needs, and its process has more to do
-                if not self._come_back():
+                if not self._reconnect():
                     why = f" ({error})" if str(error) else ""
                     self._exit(f"lost its connection to the coordinator{why}", EXIT_LOST_COORDINATOR)
                 continue
@@ -667,36 +668,36 @@ class ControlClient(ActivityRecorder):
     def finish_saves(self) -> None:
         """Completes a checkpoint, if this process can, after a run that ended otherwise."""
         with self._changed:
-            self._completes = True
+            self._is_finishing_saves = True
             self._changed.notify_all()
         if self.complete_saves is not None:
             self.complete_saves()
 
     @property
-    def _may_return(self) -> bool:
+    def _may_reconnect(self) -> bool:
         return self._enrolled is not None and self._patience > 0 and not self._leaving
 
     def _enroll(self, message: messages.Enrolled) -> None:
         if self._enrolled is None or self.member.assignment is None:
             self._enrolled = message  # a coordinator of another run will tell this worker to end
 
-    def _come_back(self) -> bool:
-        """Looks for the successor of a lost coordinator; returns whether it is there."""
-        if not self._may_return:
+    def _reconnect(self) -> bool:
+        """Looks for a lost coordinator's successor; False if this process must end."""
+        if not self._may_reconnect:
             return False
         where = self.rank, shown(self._address), self._patience
         log.warning("Worker %d lost its coordinator, and looks for another one at %s for %g s.", *where)
-        self._is_away = True
+        self._is_reconnecting = True
         for connection in connections(self._address, self._authkey, self._patience, lambda: not self._leaving):
             self._connection.abandon()
-            with self._changed:  # nothing is said in between: it would be said twice, or not at all
+            with self._changed:  # no message is sent in between: it would be sent twice, or not at all
                 self._connection = connection
                 try:
                     connection.send(self._first_message())
                 except OSError:
                     continue  # it is gone again
-                self._is_away, self._came_back = False, time.monotonic()
-                self.returns += 1
+                self._is_reconnecting, self._reconnected_at = False, time.monotonic()
+                self.coordinator_changes += 1
                 self._changed.notify_all()
             return True
         return self._leaving and self._survives
@@ -726,7 +727,7 @@ class ControlClient(ActivityRecorder):
                 beat = messages.Heartbeat(self.rank, self.generation, activity, seconds, self.member.begun)
                 self._connection.send(beat)
             except OSError:
-                if not self._may_return:
+                if not self._may_reconnect:
                     return  # the receiver sees it too, and ends the process
             self._wake_heartbeat.wait(self.heartbeat_interval)
             self._wake_heartbeat.clear()
@@ -774,7 +775,7 @@ def unpack_all(payloads: Mapping[int, Payload | None] | Mapping[int, Payload | b
     return {key: unpack(payload) for key, payload in payloads.items()}
 
 
-def in_words(error: BaseException, shown: str | None = None) -> tuple[str, str]:
+def describe_error(error: BaseException, shown: str | None = None) -> tuple[str, str]:
     """Class, message and traceback of ``error``, without characters that UTF-8 lacks.
 
     ``shown``: the traceback, if it is not to be the whole one.

@@ -75,7 +75,7 @@ class ForwardLoader(StepLoader):
     def _steps_from(self, epoch: int, index: int) -> Iterator[StepHandle]:
         if self.evaluation:
             self._begin_pass(epoch)
-        while self._reaches(epoch, index):
+        while self._read_up_to(epoch, index):
             yield StepHandle(self, epoch, index)
             index += 1
 
@@ -86,12 +86,12 @@ class ForwardLoader(StepLoader):
     @override
     def read_ahead(self, handle: StepHandle) -> None:
         if handle.epoch == self._pass_epoch and handle.index + 1 < self.end_step:
-            self._reaches(handle.epoch, handle.index + 1)
+            self._read_up_to(handle.epoch, handle.index + 1)
 
     def _step(self, handle: StepHandle) -> Any:
         """The data of the step, read or kept; UnsupportedFeatureError if it is gone."""
         key = handle.epoch, handle.index
-        if key not in self._kept_steps and (handle.epoch != self._pass_epoch or not self._reaches(*key)):
+        if key not in self._kept_steps and (handle.epoch != self._pass_epoch or not self._read_up_to(*key)):
             name = type(getattr(self.dataloader, "dataset", self.dataloader)).__name__
             raise UnsupportedFeatureError(
                 f"The batch of step {handle.index} of epoch {handle.epoch} of {name}, which can only be read forwards,"
@@ -99,8 +99,8 @@ class ForwardLoader(StepLoader):
             )
         return self._kept_steps[key]
 
-    def _reaches(self, epoch: int, index: int) -> bool:
-        """Reads as far as a step; False if the pass ends before it."""
+    def _read_up_to(self, epoch: int, index: int) -> bool:
+        """Reads as far as a step; returns False if the pass ends before it."""
         if epoch != self._pass_epoch:
             self._begin_pass(epoch)
         while self._next_step <= index:
@@ -159,28 +159,29 @@ class StreamReader:
     """Reads the batches of a stream, pass after pass, and can resume from a state.
 
     If ``independent``, every pass begins with the dataset as given, as in DataLoader processes; otherwise as the
-    previous pass left it. ``digest``: of the newest batch's part in this pass.
+    previous pass left it. ``digest``: checksum of the samples read so far in this pass by the process that made the
+    newest batch.
     """
 
     def __init__(self, dataloader: DataLoader[Any], batch_size: int, seed: int, independent: bool = False) -> None:
-        self.ended, self.digest = False, 0
+        self.has_ended, self.digest = False, 0
         self._dataloader = dataloader
         self._batch_size = batch_size
         self.seed = seed
-        self._copies = independent and dataloader.num_workers == 0
+        self._copies_dataset = independent and dataloader.num_workers == 0
         self._batches: Iterator[_Batch] = iter(())
         # Parts are read in turns. A restarted reader starts with the first part, so at the beginning of a round.
         self._parts: list[dict[str, Any] | None] = []  # states after what was read
-        self._round: list[dict[str, Any] | None] = []  # states at the beginning of the current round
-        self._last = -1  # the part that was read last in this round
-        self._taken = 0  # batches of this round
+        self._round_start: list[dict[str, Any] | None] = []  # states at the beginning of the current round
+        self._last_part = -1  # the part that was read last in this round
+        self._num_read_in_round = 0  # batches of this round
 
     def begin(self, epoch: int, state: dict[str, Any] | None = None) -> None:
         """Begins the pass of ``epoch``, or resumes it from a state."""
         self.close()
-        self.ended, self.digest = False, 0
+        self.has_ended, self.digest = False, 0
         self._parts = list(state["parts"]) if state else [None] * max(1, self._dataloader.num_workers)
-        self._round, self._last, self._taken = list(self._parts), -1, 0
+        self._round_start, self._last_part, self._num_read_in_round = list(self._parts), -1, 0
         self._batches = self._start(epoch)
         for _ in range(state["skip"] if state else 0):
             self.read()
@@ -189,29 +190,29 @@ class StreamReader:
         """The next batch, incomplete where a part ends; None at the end of the pass."""
         batch = next(self._batches, None)
         if batch is None:
-            self.ended = True
+            self.has_ended = True
             return None
         part, samples, state = batch
         self.digest = state["digest"]
-        if part <= self._last:
-            self._round, self._taken = list(self._parts), 0
+        if part <= self._last_part:
+            self._round_start, self._num_read_in_round = list(self._parts), 0
         self._parts[part] = state
-        self._last, self._taken = part, self._taken + 1
+        self._last_part, self._num_read_in_round = part, self._num_read_in_round + 1
         if part == len(self._parts) - 1:
-            self._round, self._last, self._taken = list(self._parts), -1, 0
+            self._round_start, self._last_part, self._num_read_in_round = list(self._parts), -1, 0
         return samples
 
     def state(self) -> dict[str, Any]:
         """The state from which :meth:`begin` resumes with the next batch."""
-        return {"parts": list(self._round), "skip": self._taken}
+        return {"parts": list(self._round_start), "skip": self._num_read_in_round}
 
     def close(self) -> None:
         self._batches = iter(())
 
     def _start(self, epoch: int) -> Iterator[_Batch]:
         user = self._dataloader
-        dataset = copy.deepcopy(user.dataset) if self._copies else user.dataset
-        parts = _SharesReader(dataset, self._batch_size, self.seed, epoch, list(self._parts))
+        dataset = copy.deepcopy(user.dataset) if self._copies_dataset else user.dataset
+        parts = _PartsDataset(dataset, self._batch_size, self.seed, epoch, list(self._parts))
         if user.num_workers == 0:
             return iter(parts)
         loader = DataLoader(
@@ -226,8 +227,8 @@ class StreamReader:
             return iter(loader)
 
 
-class _SharesReader(IterableDataset[_Batch]):
-    """The batches of a pass, a share for each reading process; ``states``: by process."""
+class _PartsDataset(IterableDataset[_Batch]):
+    """The batches of a pass, a part by each reading process; ``states``: by process."""
 
     def __init__(
         self, dataset: Any, batch_size: int, seed: int, epoch: int, states: list[dict[str, Any] | None]
@@ -237,17 +238,17 @@ class _SharesReader(IterableDataset[_Batch]):
     def __iter__(self) -> Iterator[_Batch]:
         info = get_worker_info()
         number = info.id if info is not None else 0
-        share = _PassShare(self.dataset, self.seed, self.epoch, number, self.states[number])
-        while not share.ended:
-            samples = share.take(self.batch_size)
-            yield number, samples, share.state()
+        reader = _PartReader(self.dataset, self.seed, self.epoch, number, self.states[number])
+        while not reader.has_ended:
+            samples = reader.take(self.batch_size)
+            yield number, samples, reader.state()
 
 
-class _PassShare:
+class _PartReader:
     """One process's part of a pass, resumed from ``state``."""
 
     def __init__(self, dataset: Any, seed: int, epoch: int, number: int, state: dict[str, Any] | None) -> None:
-        self.ended = False
+        self.has_ended = False
         self._dataset = dataset
         self._seeds = seed, epoch, number
         self._read = self._digest = 0
@@ -259,10 +260,10 @@ class _PassShare:
             self._samples: Any = iter(dataset)
             if state["iterator"] is not None:
                 self._samples.load_state_dict(state["iterator"])
-        self.ended = state["ended"]
+        self.has_ended = state["ended"]
         if state["dataset"] is not None or state["iterator"] is not None:
             self._read, self._digest = state["read"], state["digest"]
-        while self._read < state["read"] and not self.ended:
+        while self._read < state["read"] and not self.has_ended:
             self.take(min(state["read"] - self._read, 1000))
         if self._digest != state["digest"]:
             raise ConfigurationError(
@@ -277,20 +278,20 @@ class _PassShare:
         """The next ``count`` samples; fewer at the end."""
         samples: list[Any] = []
         with seeded_everything() as reseed:
-            while len(samples) < count and not self.ended:
+            while len(samples) < count and not self.has_ended:
                 reseed(derive_seed(*self._seeds, self._read))
                 try:
                     samples.append(next(self._samples))
                     self._read += 1
                     self._digest = add_sample(self._digest, samples[-1])
                 except StopIteration:
-                    self.ended = True
+                    self.has_ended = True
         return samples
 
     def state(self) -> dict[str, Any]:
         return {
             "read": self._read,
-            "ended": self.ended,
+            "ended": self.has_ended,
             "digest": self._digest,
             "dataset": _state_of(self._dataset) if self._samples is not self._dataset else None,
             "iterator": _state_of(self._samples),
@@ -317,9 +318,9 @@ class StreamLoader(ForwardLoader, SampleLoader):
     """The steps of an epoch of a stream.
 
     Its state is a place in the stream, the same on every worker and for every grid: ``reader``, the reader's state at
-    the start of step ``step`` of ``epoch`` (None: the start of the dataset as given); ``passes``, by epoch from that
-    one on the steps read and whether the stream ended; and ``digest``, of step ``step``. No state is saved at the very
-    start of a pass, when a generator has not yet run any of its code.
+    the start of step ``step`` of ``epoch`` (None: the start of the dataset as given); ``passes``, for each epoch from
+    ``epoch`` on: [steps read, whether the stream ended]; and ``digest``, of step ``step``. No state is saved at the
+    very start of a pass, when a generator has not yet run any of its code.
 
     Raises UnsupportedFeatureError for a stream that cannot be read again; ConfigurationError if a training batch cannot
     be split into M micro-batches or, later, a training stream yields no global batch.
@@ -331,7 +332,7 @@ class StreamLoader(ForwardLoader, SampleLoader):
         self._drops_last = not self.evaluation or drops_last(dataloader)
         self._reader = StreamReader(dataloader, self.global_batch_size, seed, independent=self.evaluation)
         # Whether a pass depends on earlier ones.
-        self._continues = (
+        self._depends_on_earlier_passes = (
             not self.evaluation
             and dataloader.num_workers == 0
             and is_stateful(self.dataset)
@@ -358,7 +359,7 @@ class StreamLoader(ForwardLoader, SampleLoader):
         return steps
 
     def _another_pass(self) -> Iterator[StepHandle]:
-        if self._continues:
+        if self._depends_on_earlier_passes:
             raise UnsupportedFeatureError(
                 f"{type(self.dataset).__name__}, the training data, has state_dict(), so another iteration over"
                 " trainer.train_dataloader, by a hook, would move the place of the training. Iterate over a DataLoader"
@@ -381,7 +382,7 @@ class StreamLoader(ForwardLoader, SampleLoader):
     def state_dict(self) -> dict[str, Any]:
         """A place from which any worker can reach the next step, or the one after it."""
         if self._place_to_find is None:
-            self._keep_account()
+            self._record_progress()
         place = copy.deepcopy(self._place_to_find or self._place)
         if self._has_user_epoch:
             place["dataset_epoch"] = self.dataset.epoch
@@ -420,13 +421,8 @@ class StreamLoader(ForwardLoader, SampleLoader):
         step = self._step(handle)
         super().begin_step(handle)
         if handle.index > 0:
-            self._place = {
-                "epoch": handle.epoch,
-                "step": handle.index,
-                "reader": step.start,
-                "passes": [[]],
-                "digest": step.digest,
-            }
+            newest = {"epoch": handle.epoch, "step": handle.index, "reader": step.start}
+            self._place = {**newest, "passes": [[]], "digest": step.digest}
 
     def read_ahead(self, handle: StepHandle) -> None:
         if self.dataloader.num_workers == 0:
@@ -461,24 +457,24 @@ class StreamLoader(ForwardLoader, SampleLoader):
         with seeded_everything() as reseed:
             return self._collate.collect(addressed, reseed)
 
-    def _reaches(self, epoch: int, index: int) -> bool:
+    def _read_up_to(self, epoch: int, index: int) -> bool:
         if self._place_to_find is not None:
             self._find_place(epoch)
-        return super()._reaches(epoch, index)
+        return super()._read_up_to(epoch, index)
 
     def _begin_pass(self, epoch: int) -> None:
-        if self._continues and self._pass_epoch is not None:
-            self._keep_account()
+        if self._depends_on_earlier_passes and self._pass_epoch is not None:
+            self._record_progress()
             self._place["passes"].append([])
         else:
             self._place = {"epoch": epoch, "step": 0, "reader": None, "passes": [[]], "digest": None}
         self._reader.begin(epoch)
         super()._begin_pass(epoch)
 
-    def _keep_account(self) -> None:
-        """Notes in the place how far the current pass was read."""
+    def _record_progress(self) -> None:
+        """Records in the place how far the current pass was read."""
         if self._place["passes"]:
-            self._place["passes"][-1] = [self._next_step, self._reader.ended]
+            self._place["passes"][-1] = [self._next_step, self._reader.has_ended]
 
     def _find_place(self, epoch: int) -> None:
         """Brings the reader to the restored place, if that is in ``epoch``.
@@ -488,7 +484,7 @@ class StreamLoader(ForwardLoader, SampleLoader):
         place, self._place_to_find = self._place_to_find, None
         assert place is not None
         self._pass_epoch = None
-        if not place["passes"] or (not self._continues and place["epoch"] != epoch):
+        if not place["passes"] or (not self._depends_on_earlier_passes and place["epoch"] != epoch):
             return
         passes, place["passes"] = place["passes"], [[]]
         self._place = place

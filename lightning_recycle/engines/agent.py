@@ -5,7 +5,8 @@ the program: another process takes its place. All other ends are final, and a pr
 up. Statuses are those of :mod:`subprocess`, or 128 + the signal's number, as in a shell.
 
 The run ends when a process finished, when one that is no replacement failed with an error of its program or was stopped
-by the coordinator, or at a signal; from then on no process is started. When :meth:`Agent.run` returns, none is left.
+by the coordinator, when the coordinator is given up, or at a signal; from then on no process is started. At the end of
+:meth:`Agent.run` those left are killed, the coordinator after 10 s.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class RestartRecord:
     """Restarts of a process, quick ends in a row, and seconds before its next start."""
 
     restarts: int = 0
-    quick: int = 0
+    quick_ends: int = 0
     pause: float = 0.0
 
 
@@ -63,12 +64,12 @@ def decide_restart(
     """
     if is_ending or not is_lost(status):
         return FinalStatus(status)
-    quick = record.quick + 1 if seconds < _QUICK_SECONDS else 0
+    quick_ends = record.quick_ends + 1 if seconds < _QUICK_SECONDS else 0
     if record.restarts >= max_restarts:
         return FinalStatus(status, f"it was restarted {counted(record.restarts, 'time')} (--max-restarts)")
-    if quick >= _MOST_QUICK:
-        return FinalStatus(status, f"it ended {quick} times in a row within {_QUICK_SECONDS:g} s")
-    return RestartRecord(record.restarts + 1, quick, 2.0 ** (quick - 2) if quick > 1 else 0.0)
+    if quick_ends >= _MOST_QUICK:
+        return FinalStatus(status, f"it ended {quick_ends} times in a row within {_QUICK_SECONDS:g} s")
+    return RestartRecord(record.restarts + 1, quick_ends, 2.0 ** (quick_ends - 2) if quick_ends > 1 else 0.0)
 
 
 def is_lost(status: int) -> bool:
@@ -111,8 +112,8 @@ def exit_status(status: int) -> int:
     return 128 - status if status < 0 else status
 
 
-def in_words(status: int) -> str:
-    """End of a process in words, for people."""
+def describe_end(status: int) -> str:
+    """The end of a process in words, for people."""
     number = -status if status < 0 else _signal_of(status)
     if number is not None:
         try:
@@ -509,5 +510,5 @@ class Agent:
 
 
 def _end_text(status: int) -> str:
-    words = in_words(status)
+    words = describe_end(status)
     return f"was {words}" if words.startswith("killed") else f"ended ({words})"

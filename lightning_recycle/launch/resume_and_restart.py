@@ -4,7 +4,8 @@ The checkpoint is chosen and checked once, so that all workers read the same fil
 undamaged one; if the user named it, or it is the best one, damage is an error. Outside this machine's file systems, it
 must exist; files of the user's own CheckpointIO are taken unchecked.
 
-A restart starts a process on every device that the engine has; where devices are missing, positions are vacant.
+A restart starts a process on every device that the engine has. Where devices are missing, positions are vacant, or with
+several members per position the grid has fewer pipelines.
 Restarts without a newer checkpoint in between are bounded, the more so if they all end in the same step.
 """
 
@@ -46,7 +47,7 @@ from lightning_recycle.session.worker_snapshot import COMPLETION
 
 log = logging.getLogger(__name__)
 
-_ANY = f"any{ModelCheckpoint.FILE_EXTENSION}"
+_ANY_NAME = f"any{ModelCheckpoint.FILE_EXTENSION}"
 
 
 def settle_checkpoint(call: TrainerCall) -> TrainerCall:
@@ -193,7 +194,7 @@ def _newest_last(trainer: pl.Trainer) -> Path | None:
     if not lasts:
         return None
     checkpoint_io = trainer.strategy.checkpoint_io
-    others = {path for folder in {path.parent for path in lasts} for path in checkpoints_beside(folder / _ANY)} - lasts
+    others = {path for folder in {p.parent for p in lasts} for path in checkpoints_beside(folder / _ANY_NAME)} - lasts
     newest = _first_undamaged([*newest_first(lasts), *newest_first(others)], checkpoint_io)
     if newest is None:
         folders = ", ".join(sorted({str(path.parent) for path in lasts}))
@@ -258,7 +259,7 @@ def _damage(path: Path, checkpoint_io: CheckpointIO) -> str | None:
 
 # ---------------------------------------------------------------------- restarts
 
-_REPEATED = 2  # restarts in a row that end where the run had ended before: that is no coincidence
+_MOST_AT_SAME_STEP = 2  # restarts in a row that end where the run had ended before: that is no coincidence
 _SAME_STEP = 1  # steps between two losses by one cause, as the newest step may have been reported before or not
 
 
@@ -277,7 +278,7 @@ class RestartPolicy:
     def __init__(self, positions: Positions, recovery: RecoveryOptions) -> None:
         self._positions, self._recovery = positions, recovery
         self._newest = self._lost_at = -1
-        self._without_progress = self._repeated = 0
+        self._num_without_progress = self._num_at_same_step = 0
 
     def next_start(self, saved_step: int | None, devices: int, lost_at: int) -> Start | str:
         """The next start, or why there is none.
@@ -290,20 +291,20 @@ class RestartPolicy:
                 "a restart needs a checkpoint of this run that is whole, and there is none:"
                 " ModelCheckpoint(every_n_train_steps=...) writes them more often"
             )
-        again = saved_step <= self._newest and abs(lost_at - self._lost_at) <= _SAME_STEP
-        self._lost_at, self._repeated = lost_at, self._repeated + 1 if again else 0
+        is_repeated = saved_step <= self._newest and abs(lost_at - self._lost_at) <= _SAME_STEP
+        self._lost_at, self._num_at_same_step = lost_at, self._num_at_same_step + 1 if is_repeated else 0
         if saved_step > self._newest:
-            self._newest, self._without_progress = saved_step, 0
-        if self._without_progress >= self._recovery.most_starts:
+            self._newest, self._num_without_progress = saved_step, 0
+        if self._num_without_progress >= self._recovery.most_starts:
             return (
-                f"it has been restarted {counted(self._without_progress, 'time')} from the checkpoint of step"
+                f"it has been restarted {counted(self._num_without_progress, 'time')} from the checkpoint of step"
                 f" {saved_step} without reaching a newer one (max_restarts), so whatever ends the workers comes back."
                 " Find its cause, or save more often"
             )
-        if self._repeated >= _REPEATED:
+        if self._num_at_same_step >= _MOST_AT_SAME_STEP:
             return (
-                f"it was lost in the same place after {_REPEATED} restarts in a row (the newest step before it is"
-                f" {lost_at}), so what the run does there ends the workers. Find the cause, and fit again from the"
+                f"it was lost in the same place after {_MOST_AT_SAME_STEP} restarts in a row (the newest step before it"
+                f" is {lost_at}), so what the run does there ends the workers. Find the cause, and fit again from the"
                 " newest checkpoint"
             )
         grid, workers = self._positions.grid, devices // self._positions.columns
@@ -312,7 +313,7 @@ class RestartPolicy:
                 f"{devices} of the {self._positions.num_workers} devices are left, too few for the"
                 f" {self._positions.columns} workers of a pipeline"
             )
-        self._without_progress += 1
+        self._num_without_progress += 1
         if self._positions.members > 1 and workers < grid.pipelines:  # none of their positions is vacant at the start
             workers = max(n for n in range(1, workers + 1) if grid.global_microbatches % n == 0)
             grid = Grid(workers, grid.stages, grid.global_microbatches // workers)

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 from lightning_recycle.callbacks import PlanMonitor
-from lightning_recycle.control.client import EXIT_INTERRUPTED, EXIT_RAISED, ControlClient, in_words, unpack
+from lightning_recycle.control.client import EXIT_INTERRUPTED, EXIT_RAISED, ControlClient, describe_error, unpack
 from lightning_recycle.control.monitoring.logs import describe_process, install_if_wanted
 from lightning_recycle.control.network.addresses_and_keys import machine_name, shown
 from lightning_recycle.control.network.connection import Refused, VersionMismatch
@@ -154,7 +154,7 @@ def crashes_reported(client: ControlClient, shows: bool = False) -> Any:
         with readers_may_die():  # otherwise the process could end without a word
             # A worker that has not entered yet cannot end the run: no member has met this error.
             fault = isinstance(error, (InjectedFaultError, ControlPlaneError)) or client.joining
-            summary, text = in_words(error, worker_payload.from_users_code(error))
+            summary, text = describe_error(error, worker_payload.from_users_code(error))
             if isinstance(error, KeyboardInterrupt):
                 text = ""  # where a signal found it is no fault of that code
             data = worker_payload.dump_exception(error)  # without one, the summary and the traceback must do

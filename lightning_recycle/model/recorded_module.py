@@ -1,8 +1,8 @@
 """A LightningModule in a worker: recorded logging, and calls outside of its steps.
 
 ``PipelineModule`` is a :class:`RecordedModule`. Any other module's class is replaced in a worker by one of the same
-name that also derives from it (:func:`recorded`). ``batch_idx`` and ``dataloader_idx`` are optional parameters of the
-hooks of a ``PipelineModule``; a hook that another one calls, such as ``loss``, is given the same.
+name that also derives from it (:func:`make_recorded`). ``batch_idx`` and ``dataloader_idx`` are optional parameters of
+the hooks of a ``PipelineModule``; a hook that another one calls, such as ``loss``, is given the same.
 
 The user's module, and each submodule that contains all layers of the chain (``self.model(x)``), can be evaluated
 outside of steps by all stages together, so their ``forward`` requests that (:func:`redirect_forward`). Pickles and
@@ -42,21 +42,21 @@ class BatchPlace(NamedTuple):
     dataloader_idx: int = 0
 
 
-_here: ContextVar[BatchPlace | None] = ContextVar("place of the batch", default=None)
+_current_place: ContextVar[BatchPlace | None] = ContextVar("place of the batch", default=None)
 
 
 def call_at(place: BatchPlace, hook: Callable[..., Any], *args: Any) -> Any:
     """Calls ``hook(*args)`` with the fields of ``place`` that its signature names."""
-    token = _here.set(place)
+    token = _current_place.set(place)
     try:
         return call_here(hook, *args)
     finally:
-        _here.reset(token)
+        _current_place.reset(token)
 
 
 def call_here(hook: Callable[..., Any], *args: Any) -> Any:
     """As :func:`call_at`, for the batch of the hook that calls this, if any."""
-    place = _here.get()
+    place = _current_place.get()
     named = _named_parameters(getattr(hook, "__func__", hook)) if place is not None else ()
     return hook(*args, **{name: getattr(place, name) for name in named})
 
@@ -94,7 +94,7 @@ class RecordedModule(pl.LightningModule):
                 bound.apply_defaults()
                 kwargs = dict(bound.arguments)
                 del kwargs["self"]
-                args, kwargs["value"] = (), self._over_workers(**kwargs)
+                args, kwargs["value"] = (), self._reduce_over_workers(**kwargs)
             super().log(*args, **kwargs)
             return
         if len(args) == 2 and kwargs.keys() <= _LOG_DEFAULTS.keys():  # the usual way; binding takes its time
@@ -111,7 +111,7 @@ class RecordedModule(pl.LightningModule):
             )
         self.recorded_logs.append((name, value, arguments))
 
-    def _over_workers(self, value: Any, reduce_fx: Any, rank_zero_only: bool, **_: Any) -> Any:
+    def _reduce_over_workers(self, value: Any, reduce_fx: Any, rank_zero_only: bool, **_: Any) -> Any:
         """``value`` reduced over workers, which Lightning leaves to known strategies."""
         if rank_zero_only or not isinstance(value, (Number, Tensor)):
             return value
@@ -142,8 +142,8 @@ class RecordedModule(pl.LightningModule):
         return batch if isinstance(batch, StepHandle) else super()._on_before_batch_transfer(batch, dataloader_idx)
 
 
-def recorded(module: pl.LightningModule) -> RecordedModule:
-    """``module`` itself, as a :class:`RecordedModule`."""
+def make_recorded(module: pl.LightningModule) -> RecordedModule:
+    """Makes ``module`` itself a :class:`RecordedModule`, and returns it."""
     if not isinstance(module, RecordedModule):
         module.__class__ = disguised(type(module), RecordedModule)  # type: ignore[arg-type]
     assert isinstance(module, RecordedModule)

@@ -1,6 +1,6 @@
 """The list-scheduling heuristic: a good plan for any failures, immediately.
 
-It plays the iteration forward in time under a priority rule (:mod:`list_scheduling`), searches for the best rule
+It plays the iteration forward in time under a priority rule and searches for the best rule
 (:mod:`~lightning_recycle.planning.list_scheduling`), then for an order that is as fast with less memory, and fuses the
 backwards that were split for nothing. Where memory makes that slow, forwards may be computed again
 (:func:`with_recomputation`). Identical pipelines, as without failures, are planned once and copied. Where workers

@@ -34,7 +34,7 @@ _FARTHEST = 8  # places between two workers that check each other: what a worker
 
 @dataclass(frozen=True, slots=True)
 class WorkerChecks:
-    """Steps and micro-batches on which a worker checks a peer and is checked.
+    """Which micro-batch this worker verifies in a step, and when.
 
     Micro-batches have the order of their weight gradients on this worker; if it has fewer than its peers, they repeat.
     ``ranks``: its stage's workers, itself among them. Steps that are a multiple of ``every`` may check any micro-batch,
@@ -175,7 +175,7 @@ def _after_reduce(operations: Sequence[ScheduledOp]) -> float:
 
 
 class _Place(NamedTuple):
-    """Operations before a CHECK, whether it fits there, and when it is over."""
+    """Number of operations before a CHECK, whether it fits there, and when it ends."""
 
     before: int
     fits: bool
@@ -232,8 +232,8 @@ class Program:
 
     ``neighbours``: ranks of the connected workers of the stages before and after (:func:`links`). ``idle_peer``: a
     worker of its stage has no micro-batches. ``split_backward``: weight gradients may be computed apart. ``checks``: of
-    peers and by peers. ``all_checks``: the steps with checks of all stages, as their multiples: no worker STEPs before
-    these are over.
+    peers and by peers. ``all_checks``: intervals n: some stage checks in each step divisible by n; in such a step no
+    worker STEPs before all checks are over.
     """
 
     tasks: tuple[Task, ...] = ()
@@ -267,10 +267,10 @@ class Program:
         """Whether workers of any stage check each other in ``step``."""
         return any(step % every == 0 for every in self.all_checks)
 
-    def tasks_with_check(self, place: int) -> tuple[Task, ...]:
-        """The tasks with a CHECK before task number ``place``."""
-        op = Op(OpKind.CHECK, self.tasks[place].op.stage)
-        return (*self.tasks[:place], Task(op, str(op)), *self.tasks[place:])
+    def tasks_with_check(self, index: int) -> tuple[Task, ...]:
+        """The tasks with a CHECK before task number ``index``."""
+        op = Op(OpKind.CHECK, self.tasks[index].op.stage)
+        return (*self.tasks[:index], Task(op, str(op)), *self.tasks[index:])
 
 
 class Programs:

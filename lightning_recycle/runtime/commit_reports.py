@@ -1,8 +1,8 @@
 """Results of a step, reports between stages, and the executor's questions.
 
-A REDUCED worker reports its stage's part of the whole gradient. If only the norm matters, and only a large one, it may
-step as if it were small. That step is *speculative* until all have reported, which confirms it. All workers of a
-generation find the same speculation right or wrong; each that finds it wrong enters the generation begun for that.
+A REDUCED worker reports its stage's part of the whole gradient. If only the norm matters, and only one above the clip
+value, it may step as if the norm were below. That step is *speculative* until all have reported, which confirms it. All
+workers of a generation find the same speculation right or wrong; if wrong, they enter the generation begun for that.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from typing import Any, NoReturn, TypeVar
 from lightning_recycle.control.client import unpack_all
 from lightning_recycle.control.protocol import messages, recovery
 from lightning_recycle.control.protocol.member import Interrupted
-from lightning_recycle.control.protocol.messages import OUTSIDE
+from lightning_recycle.control.protocol.messages import OUTSIDE, RECOVER
 from lightning_recycle.data.step_sources import StepHandle
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import Microbatch, OpKind
@@ -37,7 +37,6 @@ log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _WHOLE_STEP = AccumulationPart()
-_RECOVER = "RECOVER"  # kind of a worker's own work during a recovery
 _ANNOUNCEMENT_TIMEOUT = 60.0  # seconds from a broken connection to the coordinator's verdict
 _LAYERS_TIMEOUT = 1800.0  # seconds for others to get the layers that they lack; a stuck worker is found by heartbeats
 
@@ -60,7 +59,7 @@ class Executor:
         self.client.regroup = self.regroup
         self.communicator.lose_sibling = self._lose_sibling
         if self.communicator.mesh is not None:
-            self.communicator.mesh.set_hook_detector(self._enters_hook)
+            self.communicator.mesh.set_hook_detector(self._await_siblings_in_hook)
 
     @property
     def version(self) -> int:
@@ -248,8 +247,8 @@ class Executor:
 
     # ------------------------------------------------------------------ collectives of the position in hooks
 
-    def _enters_hook(self) -> bool:
-        """Whether the next collective is a hook's, which all siblings have reached."""
+    def _await_siblings_in_hook(self) -> bool:
+        """Awaits the siblings if a hook's collective comes next; returns whether it does."""
         if self.runner.attempt.computes or self._is_joining or self.client.joining:
             return False
         self.client.enter_hook()
@@ -296,7 +295,7 @@ class Executor:
         status = messages.WorkerStatus(
             self._column, version, runner.reduced, not self.runner.is_confirmed, runner.has_shadow
         )
-        self.client.doing(self.version, "recovery", _RECOVER)
+        self.client.doing(self.version, "recovery", RECOVER)
         runner.attempt.place = (self.version, "recovery")
         resume = self.client.report_and_wait(status, runner.payload, self._layer_moves.cuts)
         if resume.generation > 0:
@@ -317,8 +316,8 @@ class Executor:
         commits: Mapping[int, CommitPayload] = unpack_all(resume.commits)
         if runner.speculation is not None and commits:
             runner.speculation.reports = commits
-        rules = runner.commits, runner.redoes_whole_steps, resume.confirmed
-        for action in recovery.actions(self.client.rank, status, resume.decision, resume.donors, *rules):
+        rank, decision, tied = self.client.rank, resume.decision, runner.redoes_whole_steps
+        for action in recovery.actions(rank, status, decision, resume.donors, runner.commits, tied, resume.confirmed):
             if isinstance(action, recovery.CommitTogether):
                 commits = self.client.commit(action.step, runner.payload)
             else:
@@ -350,7 +349,7 @@ class Executor:
 
     def _exchange_layers(self, resume: messages.Resume) -> None:
         """Exchanges layers with other stages, and waits for the generation that uses them."""
-        self.client.doing(self.version, "layers", _RECOVER)
+        self.client.doing(self.version, "layers", RECOVER)
         self._layer_moves.exchange(resume)
         self.client.send(messages.Reached(self.client.rank, resume.generation, messages.Milestone.LAYERS_HELD))
         self.client.await_announcement(_LAYERS_TIMEOUT)
@@ -377,11 +376,11 @@ class Executor:
         exchanges: list[tuple[int, ...]] = [*resume.donors.items()]
         if resume.vote is not None:
             exchanges += [(resume.vote.recorder, voter) for voter in resume.vote.voters]
-        transfers = {other for pair in exchanges if rank in pair for other in pair} | self._layer_moves.partners(resume)
+        transfer_ranks = self._layer_moves.partners(resume).union(*(pair for pair in exchanges if rank in pair))
         with self.client.waiting("connections"):
             self.communicator.configure(
                 resume.generation,
-                {*program.neighbours, *transfers},
+                {*program.neighbours, *transfer_ranks},
                 peers,
                 tie_rosters,
                 announced.check_links,

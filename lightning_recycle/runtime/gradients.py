@@ -61,8 +61,8 @@ class AccumulationPart:
 class Bucket:
     """The gradients of some parameters: a part of a flat buffer, and views into it.
 
-    Of sharded ones ``views`` have this process's part, ``grads`` DTensors; views count their writes. ``stages``: the
-    holders of the parameters, over whose workers the sum is, if not this one alone.
+    Of sharded ones ``views`` have this process's part, ``grads`` DTensors; views count their writes. ``stages``: those
+    that hold the parameters, over whose workers the sum is, if not this one alone.
     """
 
     def __init__(
@@ -115,19 +115,19 @@ class _StepBuffers:
         parameters: Sequence[nn.Parameter],
         device: torch.device,
         bucket_bytes: float,
-        holders: Mapping[nn.Parameter, tuple[int, ...]],
+        tie_stages: Mapping[nn.Parameter, tuple[int, ...]],
         statistics: Sequence[Tensor] = (),
     ) -> None:
         self.made_of, self.holds = (parameters, statistics), _layout_key(parameters, statistics)
         ids = set(map(id, parameters))
-        ordered = [p for p in parameters if p not in holders] + [p for p in holders if id(p) in ids]
-        kinds = dict.fromkeys((holders.get(p, ()), p.dtype) for p in ordered)
+        ordered = [p for p in parameters if p not in tie_stages] + [p for p in tie_stages if id(p) in ids]
+        kinds = dict.fromkeys((tie_stages.get(p, ()), p.dtype) for p in ordered)
         kinds.update(dict.fromkeys(((), tensor.dtype) for tensor in statistics))
         self.buffers: list[Tensor] = []
         self.statistics: list[Tensor] = [torch.empty(0)] * len(statistics)
         buckets: list[Bucket] = []
         for stages, dtype in kinds:
-            members = [p for p in ordered if p.dtype == dtype and holders.get(p, ()) == stages]
+            members = [p for p in ordered if p.dtype == dtype and tie_stages.get(p, ()) == stages]
             indices = [i for i, tensor in enumerate(statistics) if tensor.dtype == dtype and not stages]
             local_parts = [local_part(p) for p in members]
             sizes = [_aligned(local.numel()) for local in local_parts]
@@ -194,7 +194,7 @@ class GradientBuffers:
 
     Args:
         lends_copies: whether gradients may be changed in place; a seen change sets it.
-        holders: for each parameter of several stages, all of them, in the same order everywhere.
+        tie_stages: for each parameter of several stages, all of them, in the same order everywhere.
         statistics: tensors of the shapes and dtypes of the statistics, the same on all workers of the stage.
     """
 
@@ -204,11 +204,11 @@ class GradientBuffers:
         device: torch.device,
         bucket_bytes: float = math.inf,
         lends_copies: bool = False,
-        holders: Mapping[nn.Parameter, tuple[int, ...]] = MappingProxyType({}),
+        tie_stages: Mapping[nn.Parameter, tuple[int, ...]] = MappingProxyType({}),
         statistics: Callable[[], Sequence[Tensor]] = tuple,
     ) -> None:
         self.parameters = list(parameters)
-        self._device, self._bucket_bytes, self._holders = device, bucket_bytes, holders
+        self._device, self._bucket_bytes, self._tie_stages = device, bucket_bytes, tie_stages
         self._statistics = statistics
         self._sets = [self._empty(self._trained()) for _ in range(2)]
         self._lends_copies = lends_copies
@@ -217,7 +217,7 @@ class GradientBuffers:
         self._set_aside: dict[nn.Parameter, Tensor | None] | None = None  # what was put aside
 
     def _empty(self, parameters: Sequence[nn.Parameter], statistics: Sequence[Tensor] = ()) -> _StepBuffers:
-        return _StepBuffers(parameters, self._device, self._bucket_bytes, self._holders, statistics)
+        return _StepBuffers(parameters, self._device, self._bucket_bytes, self._tie_stages, statistics)
 
     def _trained(self) -> list[nn.Parameter]:
         return [p for p in self.parameters if p.requires_grad]

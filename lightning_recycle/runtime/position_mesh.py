@@ -244,7 +244,7 @@ class PositionMesh:
             self.groups[name].connect(backend, await_work)
 
     def set_hook_detector(self, enters_hook: Callable[[], bool]) -> None:
-        """Calls ``enters_hook()`` before each collective; it tells whether a hook runs it."""
+        """Calls ``enters_hook()`` before each collective: whether a hook runs it."""
         for group in self.groups.values():
             group.enters_hook = enters_hook
 

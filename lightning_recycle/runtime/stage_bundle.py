@@ -70,7 +70,7 @@ class StageTies:
         return {copy: tie.copies[0][1] for tie in self.ties for copy in tie.copies[1:]}
 
     @property
-    def holders(self) -> dict[nn.Parameter, tuple[int, ...]]:
+    def tie_stages(self) -> dict[nn.Parameter, tuple[int, ...]]:
         """All stages that hold each of this stage's shared parameters."""
         return {
             self.parameters[name]: tie.stages for tie in self.ties for stage, name in tie.copies if stage == self.stage
@@ -84,7 +84,10 @@ class StageTies:
         )
 
     def givers(self, ahead: Collection[int]) -> dict[tuple[int, ...], int]:
-        """Stages that give others a tie's sum, by stages: those ``ahead`` have it."""
+        """For ties that only stages ``ahead`` have reduced: their stages, and the giver.
+
+        The giver broadcasts the sum to the other stages of the tie.
+        """
         of_ties = {tie.stages for tie in self.ties if self.stage in tie.stages}
         partly = [stages for stages in of_ties if not set(stages) <= set(ahead)]
         return {stages: min(have) for stages in partly if (have := set(stages).intersection(ahead))}
@@ -109,7 +112,7 @@ class Shadow:
         """The parameters, of sharded ones the shards of this process."""
         return [local_part(p).detach() for p in self._parameters] if self._has_shards else [*self._parameters]
 
-    def on(self, device: torch.device) -> list[Tensor]:
+    def copies_on(self, device: torch.device) -> list[Tensor]:
         return [copy for copy in self._copies if copy.device.type == device.type]
 
     @torch.no_grad()

@@ -542,7 +542,7 @@ class StepRunner:
     # ------------------------------------------------------------------ small things
 
     def _layer_tensors(self) -> Iterable[Tensor]:
-        shadow = [] if self._shadow is None else self._shadow.on(self._device)
+        shadow = [] if self._shadow is None else self._shadow.copies_on(self._device)
         return chain(self._parameters, self.gradients.tensors(), shadow)
 
     def _receive(self, step: int, task: Task) -> Any:

@@ -188,7 +188,7 @@ class _Methods:
                     with checkpoints.raising_failures():
                         self._saves[name](*arguments)
                 except CheckpointError:
-                    if checkpoints.raises:
+                    if checkpoints.ends_run_on_failure:
                         raise
                     vars(callback).update(record)
             return

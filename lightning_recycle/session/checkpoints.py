@@ -81,10 +81,10 @@ from lightning_recycle.torch_internals import tree_leaves
 
 log = logging.getLogger(__name__)
 
-# Entries of a checkpoint by parameter, besides ``state_dict``: with WeightAveraging that is the average.
-_FURTHER_WEIGHTS = ("current_model_state",)
+# Keys of values by parameter besides ``state_dict``, which has the average with WeightAveraging.
+_EXTRA_WEIGHT_KEYS = ("current_model_state",)
 
-_WEIGHTS = ("state_dict", *_FURTHER_WEIGHTS)
+_WEIGHTS = ("state_dict", *_EXTRA_WEIGHT_KEYS)
 
 
 def users_save_hook(trainer: pl.Trainer) -> str | None:
@@ -119,7 +119,7 @@ class _StagePart:
 
     ``is_whole``: whether weights and states are those of the whole model, which each worker has. ``weights``: the state
     dict and other values by parameter, by their names in the checkpoint. ``names``: of each optimizer's parameters.
-    ``copies``: as in :class:`Checkpoints`, when it was copied.
+    ``copies``: by stage and name of a tied copy, the owner's name, when the part was taken.
     """
 
     is_whole: bool
@@ -178,27 +178,27 @@ class Checkpoints(StageStates):
     ) -> None:
         super().__init__(context, parts, copies)
         self.executor, self.at_fault_point, self.worker_state = executor, at_fault_point, worker_state
-        self.raises = context.options.checkpoints.on_checkpoint_error == "raise"
+        self.ends_run_on_failure = context.options.checkpoints.on_checkpoint_error == "raise"
         self.completion: dict[str, Any] | None = None
         self.restored_objects: ObjectPack | None = None
         self.restored_steps = 0
         self.is_training = False
         self.stall_seconds = 0.0
-        self._unwinding = False
+        self._raises_all_failures = False
         self._before_hooks: dict[str, tuple[Any, Any]] | None = None
         self._calls: list[_SaveCall] = []
         self._boundary: StepBoundary | None = None
-        self._on_files: dict[str, Callable[..., None]] = {"link": link, "remove": self._delete}
+        self._file_actions: dict[str, Callable[..., None]] = {"link": link, "remove": self._delete}
         actions = {
             "link": lambda failure, *paths: None if failure else self.link(*paths),
             "remove": lambda failure, path: None if failure else self.remove(path),
             **self.actions_of_callbacks(),
         }
         self.saves = CheckpointBatches(
-            context, actions, self._on_files, lambda: self.stall_seconds, self._report_failures, self._discard
+            context, actions, self._file_actions, lambda: self.stall_seconds, self._report_failures, self._discard
         )
         context.client.complete_saves = self.saves.await_thread
-        self._may_go_on = _saves_in_background(context)
+        self._may_save_in_background = _saves_in_background(context)
 
     # ------------------------------------------------------------------ for callbacks that save
 
@@ -221,17 +221,17 @@ class Checkpoints(StageStates):
     @property
     def in_background(self) -> bool:
         """Whether training goes on while checkpoints that are asked for now are written."""
-        return self._may_go_on and self.is_training
+        return self._may_save_in_background and self.is_training
 
     @property
-    def _joins(self) -> bool:
+    def _is_joining(self) -> bool:
         """Whether this worker is alone, at places where the others have saved already."""
         return self.collectives.client.joining
 
     @property
     @override
     def by_stage(self) -> bool:
-        return self.sharded or self.in_background or self._joins
+        return self.sharded or self.in_background or self._is_joining
 
     def state(self) -> dict[str, Any]:
         """The state dict for a checkpoint: of the whole model, or of the stage."""
@@ -301,7 +301,7 @@ class Checkpoints(StageStates):
         self.completion = None
         completion = checkpoint.pop(COMPLETION, None)
         if completion is not None and self.context.fitting:
-            update_from_completion(checkpoint, completion, _FURTHER_WEIGHTS)
+            update_from_completion(checkpoint, completion, _EXTRA_WEIGHT_KEYS)
             self.completion = completion
             if "objects" in completion and self.context.run.restarts:  # another run may have other stages
                 data, *tensors = completion["objects"][self.collectives.positions.column(self.collectives.rank)]
@@ -349,7 +349,7 @@ class Checkpoints(StageStates):
                     trainer.save_checkpoint(other, weights_only)
         if self.collectives.is_leader:
             follows = (Action(name, tuple(paths), tuple(a)) for name, paths, a in completion["follows"])
-            settle_files([action for action in follows if all(map(os.path.exists, action.paths))], self._on_files)
+            settle_files([action for action in follows if all(map(os.path.exists, action.paths))], self._file_actions)
 
     def _agree_on_path(self, path: Any) -> Any:
         """The leader's path; workers started by hand may each find another checkpoint."""
@@ -401,11 +401,11 @@ class Checkpoints(StageStates):
     def save(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """The leader writes, or one worker of each stage.
 
-        Raises CheckpointError on all workers, in the background later, if the file system refuses, and a checkpoint
-        that is not written ends the run, or raises (:meth:`raising_failures`). Otherwise the leader warns.
+        If the file system refuses: raises CheckpointError on all workers with ``on_checkpoint_error="raise"`` or inside
+        :meth:`raising_failures`; else the leader warns. In the background the error comes with the outcome. Raises
         UnsupportedFeatureError for a folder elsewhere than on this machine.
         """
-        if self._joins:
+        if self._is_joining:
             return
         if self.sharded and local_path(path) is None:
             raise UnsupportedFeatureError(
@@ -475,7 +475,7 @@ class Checkpoints(StageStates):
         follows = [
             [action.name, list(action.paths), list(map(os.fspath, action.arguments))]
             for action in self.saves.noted
-            if action.name in self._on_files
+            if action.name in self._file_actions
         ]
         return {
             "boundary": boundary and boundary.value,
@@ -525,7 +525,7 @@ class Checkpoints(StageStates):
             (names.add if exists else names.discard)(name)
 
     def link(self, target: str, path: str) -> None:
-        if self._joins or os.path.abspath(target) == os.path.abspath(path):
+        if self._is_joining or os.path.abspath(target) == os.path.abspath(path):
             return
         self._note_existence(path)
         if self.saves.is_deferring:
@@ -547,7 +547,7 @@ class Checkpoints(StageStates):
         try:
             self._delete(path)
         except OSError as error:
-            if self.raises:
+            if self.ends_run_on_failure:
                 raise CheckpointError(f"The old checkpoint {path} could not be deleted: {error}.") from error
             log.warning("The old checkpoint %s could not be deleted and stays: %s.", path, error)
 
@@ -571,11 +571,11 @@ class Checkpoints(StageStates):
     @contextmanager
     def raising_failures(self) -> Iterator[None]:
         """Failed checkpoints in the block raise :class:`CheckpointError` on all workers."""
-        before, self._unwinding = self._unwinding, True
+        before, self._raises_all_failures = self._raises_all_failures, True
         try:
             yield
         finally:
-            self._unwinding = before
+            self._raises_all_failures = before
 
     def _save_file(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None, batch: CheckpointBatch
@@ -603,7 +603,7 @@ class Checkpoints(StageStates):
 
     def begin_batch(self) -> bool:
         """Begins a batch at this boundary; False if this worker leaves the save out."""
-        if self._joins:
+        if self._is_joining:
             return False
         with self._stalling():
             return self._begin_batch() is not None
@@ -622,7 +622,7 @@ class Checkpoints(StageStates):
             self.saves.apply_outcome()
 
     def complete(self) -> None:
-        """Waits for checkpoints that were asked for; carries out what depends on them."""
+        """Writes checkpoints that were asked for, waits for them, and runs their actions."""
         self._write(self._boundary)
         with self._stalling():
             self.saves.complete()
@@ -683,13 +683,13 @@ class Checkpoints(StageStates):
     def _limit_copies(self, copies: StateCopies, state: Any) -> None:
         """Has ``copies`` of ``state`` made only if there is memory for them."""
         trainer = self.module.trainer
-        holders = min(self.collectives.grid.stages, trainer.num_devices)
-        needed, free = storage_bytes(tree_leaves(state)), free_bytes(trainer.num_devices) / holders
+        num_copies = min(self.collectives.grid.stages, trainer.num_devices)
+        needed, free = storage_bytes(tree_leaves(state)), free_bytes(trainer.num_devices) / num_copies
         if not copies.limit(needed, free):
             log.warning(
                 "Worker %s: the training waits for a checkpoint, as there is no memory for a copy of the state: %s, and"
                 " %s free for each of %d copies.",
-                *(self.collectives.worker, megabytes(needed), megabytes(max(free, 0)), holders),
+                *(self.collectives.worker, megabytes(needed), megabytes(max(free, 0)), num_copies),
             )
 
     def _take_part(self, checkpoint: dict[str, Any], batch: CheckpointBatch) -> _StagePart:
@@ -782,7 +782,7 @@ class Checkpoints(StageStates):
     def begin_training(self) -> None:
         """The training begins: until its end checkpoints may be written meanwhile."""
         self.is_training = True
-        if self._may_go_on:
+        if self._may_save_in_background:
             reset_peak(torch.device("cpu"))  # a checkpoint that was read may have taken more than training does
 
     def _report_failures(self, failures: Iterable[SaveFailure]) -> None:
@@ -791,7 +791,7 @@ class Checkpoints(StageStates):
 
     def _report_failure(self, failure: SaveFailure) -> None:
         self.saves.names.clear()  # there may be an earlier one of that name
-        if self.raises and failure.is_refusal:
+        if self.ends_run_on_failure and failure.is_refusal:
             raise CheckpointError(
                 f"{failure.text} {failure.remedy}{' ' if failure.remedy else ''}With"
                 " CheckpointOptions(on_checkpoint_error='warn') the training goes on without this one."
@@ -799,16 +799,17 @@ class Checkpoints(StageStates):
         if self.collectives.is_leader:
             goes_on = "What was there before is unchanged, and the training goes on."
             log.warning("%s", " ".join(filter(None, (failure.text, goes_on, failure.remedy))))
-        if self._unwinding:
+        if self._raises_all_failures:
             raise CheckpointError(failure.text)
 
     def deliver_result(self, stage_result: Callable[[], Any], leader_result: Callable[[], Any]) -> None:
+        """Sends this column's result; repeats until every column's has arrived."""
         positions, rank = self.collectives.positions, self.collectives.rank
         while True:
             result = None
             leads = self.collectives.is_leader
-            is_leaders = positions.column(rank) == positions.column(self.collectives.leader)
-            if leads or (self.collectives.is_column_leader and not is_leaders):
+            is_in_leader_column = positions.column(rank) == positions.column(self.collectives.leader)
+            if leads or (self.collectives.is_column_leader and not is_in_leader_column):
                 result = (stage_result(), leader_result() if leads else None)
             delivered = self.collectives.gather_all(RESULT, result)
             if {positions.column(rank) for rank, sent in delivered.items() if sent} == set(range(positions.columns)):

@@ -182,7 +182,7 @@ class HolderGroup(StageGroup):
 
     def __post_init__(self) -> None:
         self.rank, self.writer = self.client.rank, self.ranks[-self.positions.members]
-        self._returns = self.client.returns
+        self._changes_before = self.client.coordinator_changes
 
     @property
     @override
@@ -282,7 +282,7 @@ class HolderGroup(StageGroup):
             raise GivenUp(self._reason(rank)) from None
 
     def _goes_on(self) -> bool:
-        return self.is_wanted and self.client.returns == self._returns and self._failed() is None
+        return self.is_wanted and self.client.coordinator_changes == self._changes_before and self._failed() is None
 
     def _failed(self) -> int | None:
         failed = f"{self.request} {_FAILED}"
@@ -294,7 +294,7 @@ class HolderGroup(StageGroup):
             return str(
                 self.client.receive_parcel(failed, self.number, f"{self.request} {_FAILED}", self.since, lambda: True)
             )
-        if self.client.returns != self._returns:
+        if self.client.coordinator_changes != self._changes_before:
             return "the coordinator was started again, and parts of it were under way"
         return f"the worker of rank {rank} was lost, which had a part of it"
 
@@ -677,7 +677,7 @@ class CheckpointBatches:
         end = float("inf") if patience is None else time.monotonic() + patience
         while self.pending is not None:
             if (batch := self.batch) is not None:
-                self._client.await_thread(
+                self._client.await_background_work(
                     lambda batch=batch: batch.is_written or time.monotonic() > end,  # type: ignore[misc]
                     "writing a checkpoint",
                 )

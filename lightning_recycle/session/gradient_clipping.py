@@ -1,10 +1,10 @@
 """Facts about the whole gradient that a stage's step needs: norm and overflow.
 
-Where a run needs neither, a stage steps as soon as its own gradient is complete; otherwise all stages commit each step
-together. Speculative clipping: a stage steps as if nothing were clipped when that is likely, and learns the norm
-afterwards. If it was too large, the optimizer steps once more from where it was; learning rates that hooks changed
-since then stay. That is right only if no code changes or sees gradients and parameters between them
-(:func:`may_speculate`).
+A stage steps as soon as its own gradient is complete where a run needs neither, ties no weights across stages, does not
+optimize by itself and is staggered. Otherwise all stages commit each step together, before it or, with speculative
+clipping, after it: a stage steps as if nothing were clipped when that is likely. If the norm was too large, the
+optimizer steps once more from where it was; learning rates that hooks changed since then stay. That is right only if no
+code changes or sees gradients and parameters between them (:func:`may_speculate`).
 
 ``16-mixed``: the plugin scales and skips steps as on one device; each worker's scaler decides by overflow in *any*
 stage, so all stay alike. A step that is redone has its old scale.
@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch import callbacks as known
+from lightning.pytorch import callbacks as pl_callbacks
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
@@ -40,18 +40,18 @@ from lightning_recycle.torch_internals import after_unscaling, foreach_mul, has_
 class CommitRequirements:
     """Facts about the gradients of all stages that each step needs.
 
-    ``overflow``: whether one of them has an infinity or a NaN. ``afterwards``: whether the facts may come after the
-    step, which is corrected if need be.
+    ``overflow``: whether a gradient has an infinity or a NaN. ``may_come_afterwards``: whether the facts may come after
+    the step, which is corrected if need be.
     """
 
     norm: bool
     overflow: bool
-    afterwards: bool
+    may_come_afterwards: bool
 
     @property
-    def together(self) -> bool:
+    def is_joint(self) -> bool:
         """Whether the stages must commit a step together."""
-        return (self.norm or self.overflow) and not self.afterwards
+        return (self.norm or self.overflow) and not self.may_come_afterwards
 
 
 def commit_requirements(trainer: pl.Trainer, module: pl.LightningModule, stages: int) -> CommitRequirements:
@@ -61,14 +61,14 @@ def commit_requirements(trainer: pl.Trainer, module: pl.LightningModule, stages:
     return CommitRequirements(
         norm=clips or is_overridden("configure_gradient_clipping", module),
         overflow=overflow,
-        afterwards=not overflow and stages > 1 and may_speculate(trainer, module),
+        may_come_afterwards=not overflow and stages > 1 and may_speculate(trainer, module),
     )
 
 
 def steps_alone(trainer: pl.Trainer, parts: ModelParts, stages: Sequence[range]) -> bool:
     """Whether a stage can step before the others hold their gradients."""
     return not (
-        commit_requirements(trainer, parts.module, len(stages)).together or parts.optimizes_itself or parts.ties(stages)
+        commit_requirements(trainer, parts.module, len(stages)).is_joint or parts.optimizes_itself or parts.ties(stages)
     )
 
 
@@ -85,23 +85,23 @@ _GRADIENT_HOOKS = (
 _STEP_HOOKS = ("configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step")
 # Lightning's callbacks that look at neither in these hooks; a subclass may.
 _BLIND_CALLBACKS: tuple[type[pl.Callback], ...] = (
-    known.DeviceStatsMonitor,
-    known.EarlyStopping,
-    known.LearningRateMonitor,
-    known.ModelCheckpoint,  # it asks all workers for their parameters, which waits for the truth
-    known.ModelSummary,
-    known.RichModelSummary,
-    known.RichProgressBar,
-    known.ThroughputMonitor,
-    known.Timer,
-    known.TQDMProgressBar,
+    pl_callbacks.DeviceStatsMonitor,
+    pl_callbacks.EarlyStopping,
+    pl_callbacks.LearningRateMonitor,
+    pl_callbacks.ModelCheckpoint,  # it asks all workers for their parameters, which waits for the truth
+    pl_callbacks.ModelSummary,
+    pl_callbacks.RichModelSummary,
+    pl_callbacks.RichProgressBar,
+    pl_callbacks.ThroughputMonitor,
+    pl_callbacks.Timer,
+    pl_callbacks.TQDMProgressBar,
 )
 
 
 def may_speculate(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
     """Whether a stage may step before it knows the norm for clipping."""
     accumulates = trainer.accumulate_grad_batches != 1 or any(
-        isinstance(callback, known.GradientAccumulationScheduler)
+        isinstance(callback, pl_callbacks.GradientAccumulationScheduler)
         for callback in trainer.callbacks  # type: ignore[attr-defined]
     )
     if not trainer.gradient_clip_val or trainer.gradient_clip_algorithm == "value" or accumulates:
@@ -121,7 +121,7 @@ def _overrides(trainer: pl.Trainer, module: pl.LightningModule, hooks: Sequence[
 def may_change_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
     """Whether the user's code may change gradients between backward and optimizer.
 
-    Except by clipping, before which all stages hold theirs, or which changes nothing the second time.
+    Not counted: clipping, which runs when all stages hold their gradients, or is idempotent.
     """
     hooks = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
     return _overrides(trainer, module, hooks, _STEP_HOOKS[:3])
@@ -167,7 +167,7 @@ def clip_factor(clip_val: float, norm: float) -> float:
     return clip_val / (norm + 1e-6)
 
 
-class OptimizerStep:
+class RepeatableStep:
     """State from before the newest optimizer step, by which it can be made again."""
 
     def __init__(self) -> None:
@@ -187,7 +187,7 @@ class OptimizerStep:
         old: list[OptimizerState | None] = [*self._states_before, *([None] * len(optimizers))]
         self._states_before = [OptimizerState(o, kept) for o, kept in zip(optimizers, old, strict=False)]
 
-    def again(self, optimizers: list[Optimizer], factor: float, loss: Callable[[], Any]) -> None:
+    def repeat(self, optimizers: list[Optimizer], factor: float, loss: Callable[[], Any]) -> None:
         """Steps again with gradients multiplied by ``factor``.
 
         Parameters are as they were; options such as learning rates are first the old, and then the present ones.
@@ -218,9 +218,10 @@ _parameter_names: Mapping[int, str] = {}
 
 
 def complete_norms(gather: _Gather | None, names: Mapping[int, str] | None = None) -> None:
-    """From now on norms are those of all stages.
+    """Completes ``grad_norm`` from all stages, and makes ``clip_grad_norm_`` warn.
 
-    ``names``: of this stage's parameters, by ``id``; tied ones have the same.
+    ``gather``: gathers values of all stages; None restores both functions. ``names``: of this stage's parameters, by
+    ``id``; tied ones have the same.
     """
     global _gather, _parameter_names
     _gather, _parameter_names = gather, names or {}

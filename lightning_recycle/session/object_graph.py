@@ -6,8 +6,9 @@ pickle: references between nodes are paths, tensors are listed beside it, and *a
 for the receiver's own. The receiver writes into its own nodes, lists, dicts, tensors, generators and variables of local
 functions, and makes only what it lacks, so references to its objects stay valid.
 
-Contract: the sender's objects are not changed. Objects that cannot be pickled stay behind, and the receiver keeps its
-own. A tensor or array of over a megabyte that has not changed since the run began is not sent.
+Contract: the sender's objects are not changed. An attribute in which something cannot be pickled stays behind as a
+whole, and the receiver keeps its own. A tensor or array of over a megabyte that has not changed since the run began is
+not sent.
 """
 
 from __future__ import annotations
@@ -85,11 +86,11 @@ _HOOKS = "<hooks>"  # the name of a node's hook tables among its attributes
 
 @dataclass(frozen=True)
 class ObjectPack:
-    """A graph's state: a pickle of nodes, tensors by index, paths of known data."""
+    """A graph's state: a pickle of nodes, tensors by index, paths of unchanged data."""
 
     data: bytes
     tensors: list[Tensor]
-    same: frozenset[Path] = frozenset()
+    unchanged_paths: frozenset[Path] = frozenset()
 
     def on_cpu(self) -> ObjectPack:
         return replace(self, tensors=[to_cpu(tensor) for tensor in self.tensors])
@@ -213,16 +214,16 @@ class ObjectGraph:
         ``unchanged``: paths of tensors and arrays that the receiver has, by id; they are not sent.
         """
         states = {path: self._state(path, node) for path, node in self._nodes.items()}
-        stays: dict[Path, set[str]] = {}
+        left_behind: dict[Path, set[str]] = {}
         for owner, _, name in (path.rpartition(".") for path in self._skipped):
-            stays.setdefault(owner, set()).add(name)
-        packed = self._dump((states, stays), unchanged)
+            left_behind.setdefault(owner, set()).add(name)
+        packed = self._dump((states, left_behind), unchanged)
         if packed is None:
             for path, names in self._unpicklable(states, unchanged).items():
-                stays.setdefault(path, set()).update(names)
-            for path, names in stays.items():
+                left_behind.setdefault(path, set()).update(names)
+            for path, names in left_behind.items():
                 states[path] = {name: value for name, value in states.get(path, {}).items() if name not in names}
-            packed = self._dump((states, stays), unchanged)
+            packed = self._dump((states, left_behind), unchanged)
             assert packed is not None, "each attribute could be pickled by itself"
         return packed
 
@@ -238,11 +239,11 @@ class ObjectGraph:
     def _unpicklable(
         self, states: Mapping[Path, dict[str, Any]], unchanged: Mapping[int, Path]
     ) -> dict[Path, set[str]]:
-        stays: dict[Path, set[str]] = {}
+        left_behind: dict[Path, set[str]] = {}
         for path, state in states.items():
             if self._dump(state, unchanged) is None:
-                stays[path] = {name for name, value in state.items() if self._dump(value, unchanged) is None}
-        return stays
+                left_behind[path] = {name for name, value in state.items() if self._dump(value, unchanged) is None}
+        return left_behind
 
     def _dump(self, value: Any, unchanged: Mapping[int, Path]) -> ObjectPack | None:
         file = io.BytesIO()
@@ -261,8 +262,8 @@ class ObjectGraph:
         ``large``: this process's tensors and arrays that were not sent, by path. Raises ReCycleError if one is missing.
         """
         loader = _GraphUnpickler(self, packed, large or {}, device)
-        states, stays = loader.load()
-        _Update(self, loader).write(states, stays)
+        states, left_behind = loader.load()
+        _Update(self, loader).write(states, left_behind)
         for handle, tables in loader.handles:
             first, *others = (ref(table_of(loader.made.get(path, self._nodes.get(path)), key)) for path, key in tables)
             handle.hooks_dict_ref, handle.extra_dict_ref = first, tuple(others)
@@ -291,7 +292,7 @@ class _Weights:
 class _GraphPickler(MainPickler):
     def __init__(self, graph: ObjectGraph, file: io.BytesIO, unchanged: Mapping[int, Path]) -> None:
         super().__init__(file, MainModule(imported=True))
-        self._graph, self._same_paths = graph, unchanged
+        self._graph, self._unchanged_paths = graph, unchanged
         self.tensors: list[Tensor] = []
         self.used: set[Path] = set()  # of ``unchanged``
         self._indices: dict[int, int] = {}
@@ -303,21 +304,15 @@ class _GraphPickler(MainPickler):
             return "anchor", graph._names[key]
         if key in graph._paths:
             return "node", graph._paths[key], class_of(obj)
-        if key in self._same_paths:
-            self.used.add(self._same_paths[key])
-            return "same", self._same_paths[key]
+        if key in self._unchanged_paths:
+            self.used.add(self._unchanged_paths[key])
+            return "unchanged", self._unchanged_paths[key]
         if type(obj) in (Tensor, nn.Parameter) and obj.layout is torch.strided:
             if key not in self._indices:
                 self._indices[key] = len(self.tensors)
                 self.tensors.append(obj.detach())
-            return (
-                "tensor",
-                self._indices[key],
-                is_accelerator(obj.device),
-                type(obj) is nn.Parameter,
-                obj.requires_grad,
-                graph._weights.shared(obj),
-            )
+            parameter = type(obj) is nn.Parameter, obj.requires_grad
+            return "tensor", self._indices[key], is_accelerator(obj.device), *parameter, graph._weights.shared(obj)
         if type(obj) is torch.device and is_accelerator(obj):
             return "device", None
         if isinstance(obj, RemovableHandle) and obj.hooks_dict_ref() is not None:
@@ -346,7 +341,7 @@ class _GraphUnpickler(pickle.Unpickler):
             return self._anchors.get(name, self._nodes.get(name, MISSING))
         if kind == "node":
             return self._node(name, details[0])
-        if kind == "same":
+        if kind == "unchanged":
             if name not in self._large:
                 if not any(name.startswith((f"{path}.", f"{path}[")) for path in self._nodes):
                     return MISSING  # below a root that is not here yet, such as a DataLoader before the training
@@ -394,54 +389,55 @@ class _Update:
         self._claimed_ids: set[int] = set()
         self._received: list[Any] = []  # keeps ids unique
 
-    def write(self, states: Mapping[Path, dict[str, Any]], stays: Mapping[Path, set[str]]) -> None:
+    def write(self, states: Mapping[Path, dict[str, Any]], left_behind: Mapping[Path, set[str]]) -> None:
         existing = ((path, self._made.get(path, self._nodes.get(path))) for path in states)
         nodes = {path: node for path, node in existing if node is not None}
         hooks = {path: states[path].pop(_HOOKS, {}) for path in nodes}
         for path, node in nodes.items():  # weights have their names here: whatever else leads to them comes later
             for name in ("_parameters", "_buffers") if isinstance(node, nn.Module) else ():
                 if name in states[path]:
-                    self.merged(vars_of(node)[name], states[path][name])
+                    self.merge(vars_of(node)[name], states[path][name])
         for path, node in nodes.items():
-            self._write(node, self._graph._attributes(path, node), states[path], stays.get(path, set()))
+            self._write(node, self._graph._attributes(path, node), states[path], left_behind.get(path, set()))
         for path, node in nodes.items():  # all parameters are what they are going to be
-            if isinstance(node, (nn.Module, Optimizer)) and _HOOKS not in stays.get(path, set()):
-                tables = {key: self.merged(MISSING, table) for key, table in hooks[path].items()}
+            if isinstance(node, (nn.Module, Optimizer)) and _HOOKS not in left_behind.get(path, set()):
+                tables = {key: self.merge(MISSING, table) for key, table in hooks[path].items()}
                 put_hooks(node, tables)
             if isinstance(node, nn.Module):
                 parametrize_class(node)
 
-    def _write(self, node: Any, before: Mapping[str, Any], state: dict[str, Any], stays: set[str]) -> None:
-        for name in before.keys() - state.keys() - stays:
+    def _write(self, node: Any, before: Mapping[str, Any], state: dict[str, Any], left_behind: set[str]) -> None:
+        for name in before.keys() - state.keys() - left_behind:
             object.__delattr__(node, name) if name not in vars_of(node) else vars_of(node).pop(name)
         for name, value in state.items():
             if value is MISSING:
                 continue
-            now = self.merged(before.get(name, MISSING), value)
+            now = self.merge(before.get(name, MISSING), value)
             if name in vars_of(node) or hasattr(node, "__dict__"):
                 vars_of(node)[name] = now
             else:
                 object.__setattr__(node, name, now)
 
-    def merged(self, old: Any, new: Any) -> Any:
-        """The object here for ``new``: ``old`` itself if it can hold its value."""
+    def merge(self, old: Any, new: Any) -> Any:
+        """Local counterpart of received ``new``: ``old`` itself if it can hold the value."""
         if id(new) in self._counterparts:
             return self._counterparts[id(new)]
         if old is new or old is MISSING or type(old) is not type(new) or id(old) in self._claimed_ids:
             old = None
-        merge = next((merge for kinds, merge in _MERGES if type(new) in kinds), None)
+        merge_kind = next((merge for kinds, merge in _MERGES if type(new) in kinds), None)
         if is_sharded(new):
-            merge = _Update.sharded
-        if merge is None:
+            merge_kind = _Update.merge_sharded
+        if merge_kind is None:
             return new
         self._received.append(new)
-        return merge(self, old, new)
+        return merge_kind(self, old, new)
 
     def claim(self, old: Any, new: Any) -> None:
+        """Local ``old`` stands for received ``new`` from now on, and for nothing else."""
         self._claimed_ids.add(id(old))
         self._counterparts[id(new)] = old
 
-    def tensor(self, old: Tensor | None, new: Tensor) -> Tensor:
+    def merge_tensor(self, old: Tensor | None, new: Tensor) -> Tensor:
         fits = old is not None and old.shape == new.shape and old.dtype == new.dtype and old.layout == new.layout
         # An attribute may be a view of a weight here and not there: spectral_norm() before and after its first forward.
         if not fits or old is None or _is_expanded(old) or self._weights.shared(old) != self._shared.get(id(new)):
@@ -449,7 +445,7 @@ class _Update:
             return new
         return self._overwritten(old, new)
 
-    def sharded(self, old: Any, new: Any) -> Any:
+    def merge_sharded(self, old: Any, new: Any) -> Any:
         if old is None or old.shape != new.shape or old.dtype != new.dtype or old.placements != new.placements:
             self.claim(new, new)
             return new
@@ -463,7 +459,7 @@ class _Update:
             old.requires_grad = new.requires_grad
         return old
 
-    def array(self, old: Any, new: Any) -> Any:
+    def merge_array(self, old: Any, new: Any) -> Any:
         fits = old is not None and old.shape == new.shape and old.dtype == new.dtype
         if not fits or not old.flags.writeable or old.dtype.hasobject:
             self.claim(new, new)
@@ -472,30 +468,32 @@ class _Update:
         np.copyto(old, new)
         return old
 
-    def items(self, old: Any, new: Any) -> Any:
+    def merge_items(self, old: Any, new: Any) -> Any:
+        """Merges item by item, into ``old`` itself unless they are tuples."""
         before = [] if old is None else list(old)
         if type(new) is tuple:
-            return tuple(self.merged(b, n) for b, n in zip(_padded(before, len(new)), new, strict=True))
+            return tuple(self.merge(b, n) for b, n in zip(_padded(before, len(new)), new, strict=True))
         target = new if old is None else old
         self.claim(target, new)
-        found = [self.merged(b, n) for b, n in zip(_padded(before, len(new)), new, strict=True)]
+        found = [self.merge(b, n) for b, n in zip(_padded(before, len(new)), new, strict=True)]
         target.clear()
         target.extend(value for value in found if value is not MISSING)
         return target
 
-    def mapping(self, old: Any, new: Any) -> Any:
+    def merge_mapping(self, old: Any, new: Any) -> Any:
+        """Merges by key into ``old``, in the order of ``new``."""
         target = new if old is None else old
         self.claim(target, new)
-        own = {key: self.merged(MISSING, key) if isinstance(key, Tensor) else key for key in new}
+        own = {key: self.merge(MISSING, key) if isinstance(key, Tensor) else key for key in new}
         found = {
-            own[key]: self.merged(MISSING if old is None else old.get(own[key], MISSING), value)
+            own[key]: self.merge(MISSING if old is None else old.get(own[key], MISSING), value)
             for key, value in new.items()
         }
         target.clear()
         target.update({key: value for key, value in found.items() if value is not MISSING})
         return target
 
-    def function(self, old: Any, new: Any) -> Any:
+    def merge_function(self, old: Any, new: Any) -> Any:
         """A local function, with the variables that others of this process share with it."""
         if not is_local(new):
             return new
@@ -516,18 +514,21 @@ class _Update:
             content = content_of(cell)
             for value in content_of(received_cell):
                 if value is not MISSING:
-                    cell.cell_contents = self._held(content[0] if content else MISSING, value)
+                    cell.cell_contents = self._local_counterpart(content[0] if content else MISSING, value)
         for name in ("__defaults__", "__kwdefaults__", "__dict__"):
-            setattr(target, name, self.merged(getattr(target, name), getattr(new, name)))
+            setattr(target, name, self.merge(getattr(target, name), getattr(new, name)))
         return target
 
-    def method(self, old: Any, new: Any) -> Any:
-        return MethodType(new.__func__, self._held(MISSING if old is None else old.__self__, new.__self__))
+    def merge_method(self, old: Any, new: Any) -> Any:
+        return MethodType(new.__func__, self._local_counterpart(MISSING if old is None else old.__self__, new.__self__))
 
-    def _held(self, old: Any, new: Any) -> Any:
-        """The object here for ``new``, which only functions hold if it is no node."""
+    def _local_counterpart(self, old: Any, new: Any) -> Any:
+        """Local counterpart of an object that only a closure or bound method refers to.
+
+        Objects that are no nodes are merged attribute by attribute.
+        """
         if id(new) in self._counterparts or id(new) in self._known or not is_node(new):
-            return self.merged(old, new)
+            return self.merge(old, new)
         self._received.append(new)
         is_free = id(old) not in self._claimed_ids and id(old) not in self._known
         target = old if type(old) is type(new) and is_free else new
@@ -535,14 +536,14 @@ class _Update:
         self._write(target, attributes_of(target), attributes_of(new), set())
         return target
 
-    def partial(self, old: Any, new: Any) -> Any:
+    def merge_partial(self, old: Any, new: Any) -> Any:
         target = new if old is None else old
         self.claim(target, new)
         names = ("func", "args", "keywords", "__dict__")
-        target.__setstate__(tuple(self.merged(getattr(target, name), getattr(new, name)) for name in names))
+        target.__setstate__(tuple(self.merge(getattr(target, name), getattr(new, name)) for name in names))
         return target
 
-    def generator(self, old: Any, new: Any) -> Any:
+    def merge_generator(self, old: Any, new: Any) -> Any:
         if old is None:
             self.claim(new, new)
             return new
@@ -553,14 +554,14 @@ class _Update:
 
 
 _MERGES: tuple[tuple[Any, Callable[[_Update, Any, Any], Any]], ...] = (
-    ((Tensor, nn.Parameter), _Update.tensor),
-    ((np.ndarray,), _Update.array),
-    ((list, tuple, deque), _Update.items),
-    ((dict, OrderedDict, defaultdict), _Update.mapping),
-    ((FunctionType,), _Update.function),
-    ((MethodType,), _Update.method),
-    ((partial,), _Update.partial),
-    (tuple(kind for kind, *_ in GENERATORS), _Update.generator),
+    ((Tensor, nn.Parameter), _Update.merge_tensor),
+    ((np.ndarray,), _Update.merge_array),
+    ((list, tuple, deque), _Update.merge_items),
+    ((dict, OrderedDict, defaultdict), _Update.merge_mapping),
+    ((FunctionType,), _Update.merge_function),
+    ((MethodType,), _Update.merge_method),
+    ((partial,), _Update.merge_partial),
+    (tuple(kind for kind, *_ in GENERATORS), _Update.merge_generator),
 )
 
 
@@ -616,10 +617,10 @@ def user_graph(trainer: pl.Trainer, training: TrainingParts | None = None) -> Ob
     ``training``: carries optimizers and schedulers, for peers with the same layers.
     """
     loops = fit_loops(trainer)
-    loaders = {f"{name} loader {i}": value for name in loops for i, value in _numbered(loops[name]).items()}
+    loaders = {f"{name} loader {i}": value for name in loops for i, value in _dataloaders_by_index(loops[name]).items()}
     streams = streams_among(loaders)
     roots = {
-        **_objects(trainer, schedules=training is not None),
+        **_objects(trainer, include_weight_averaging=training is not None),
         **{name: loader for name, loader in loaders.items() if name not in streams},
         **_optimizers(trainer),
         "callbacks": CallbackList(trainer.callbacks),  # type: ignore[attr-defined]
@@ -640,11 +641,11 @@ class TrainingParts:
         self.optimizers = trainer.strategy.optimizers
         self.schedulers = trainer.strategy.lr_scheduler_configs
         found = {name: loop for name, loop in fit_loops(trainer).items() if loaders_of(loop)}
-        self.loaders = {name: _as_given(*combined_loaders(loop)) for name, loop in found.items()}
-        self.streams = frozenset(name for name, loop in found.items() if streams_among(_numbered(loop)))
+        self.loaders = {name: _users_loaders(*combined_loaders(loop)) for name, loop in found.items()}
+        self.streams = frozenset(name for name, loop in found.items() if streams_among(_dataloaders_by_index(loop)))
 
-    def take_up(self, trainer: pl.Trainer) -> None:
-        """Makes optimizers and schedulers those of ``trainer``."""
+    def install_in(self, trainer: pl.Trainer) -> None:
+        """Installs these optimizers and schedulers in ``trainer``."""
         strategy = trainer.strategy
         if [wrapper.optimizer for wrapper in lightning_optimizers(trainer)] != self.optimizers:
             strategy.optimizers = self.optimizers
@@ -655,11 +656,11 @@ class TrainingParts:
             read_loaders(trainer, name, None if name in self.streams else value)
 
 
-def _as_given(loaders: Any, mode: Any) -> tuple[Any, Any]:
+def _users_loaders(loaders: Any, mode: Any) -> tuple[Any, Any]:
     return tree_map(lambda loader: loader.dataloader if isinstance(loader, StepLoader) else loader, loaders), mode
 
 
-def _numbered(loop: Any) -> dict[str, Any]:
+def _dataloaders_by_index(loop: Any) -> dict[str, Any]:
     return {str(i): loader.dataloader for i, loader in enumerate(loaders_of(loop)) if isinstance(loader, StepLoader)}
 
 
@@ -696,9 +697,9 @@ def streams_among(loaders: Mapping[str, Any]) -> dict[str, Any]:
     return {**streams, **{f"{name}.dataset": getattr(loader, "dataset", None) for name, loader in streams.items()}}
 
 
-def _objects(trainer: pl.Trainer, schedules: bool = False) -> dict[str, Any]:
+def _objects(trainer: pl.Trainer, include_weight_averaging: bool = False) -> dict[str, Any]:
     """Module, data module, and callbacks that do not belong to their process."""
-    others = () if schedules else (StochasticWeightAveraging,)
+    others = () if include_weight_averaging else (StochasticWeightAveraging,)
     callbacks = {
         name: value
         for name, value in _callbacks(trainer).items()

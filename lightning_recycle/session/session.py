@@ -18,7 +18,7 @@ from lightning_recycle.data.step_sources import StepHandle
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.chain_parts import parts_of
 from lightning_recycle.model.parts import ModelParts
-from lightning_recycle.model.recorded_module import CallResult, RecordedModule, recorded, restore_class
+from lightning_recycle.model.recorded_module import CallResult, RecordedModule, make_recorded, restore_class
 from lightning_recycle.runtime.executor import Executor
 from lightning_recycle.runtime.verification import alike, copies_differ, fingerprint, sums_of_copies
 from lightning_recycle.session.checkpoint_callbacks import CallbackCheckpoints, leave_saves_alone
@@ -170,7 +170,7 @@ class Session:
             return
         trainer, strategy, context = self.trainer, self.trainer.strategy, self._context
         assert strategy.accelerator is not None
-        module = recorded(trainer.lightning_module)
+        module = make_recorded(trainer.lightning_module)
         parts = parts_of(module, self.grid.stages, self.options.layers)
         strategy.accelerator.setup(trainer)
         show_whole_run(trainer, parts, self.collectives)

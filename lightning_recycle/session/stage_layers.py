@@ -163,7 +163,7 @@ class StageBuilder:
         # Of a layer that two stages share neither sums all micro-batches.
         has_room = context.fitting and not self._by_itself and are_whole(cuts)
         statistics = self._recorder.microbatch_changes.statistics if has_room else tuple
-        gradients = GradientBuffers(parameters, context.device, buckets, lends_copies, ties.holders, statistics)
+        gradients = GradientBuffers(parameters, context.device, buckets, lends_copies, ties.tie_stages, statistics)
         replicated = () if context.mesh is None else tuple(p for p in parameters if not context.mesh.counts(p))
         return StageBundle(runs, parameters, gradients, ties, moved_gradients, replicated)
 
@@ -208,7 +208,7 @@ class StageBuilder:
             norm=needs.norm,
             overflow=needs.overflow,
             staggered=context.run.staggered,
-            presumes=presumes if needs.afterwards else None,
+            presumes=presumes if needs.may_come_afterwards else None,
         )
         measurements = StepMeasurements(
             context.client,

@@ -36,7 +36,7 @@ from lightning_recycle.runtime.stage_bundle import StageBundle, StageTies
 from lightning_recycle.runtime.verification import StateChecks, optimizer_options
 from lightning_recycle.session.checkpoint_callbacks import CallbackCheckpoints, remember_saves
 from lightning_recycle.session.gradient_clipping import (
-    OptimizerStep,
+    RepeatableStep,
     clip_factor,
     complete_norms,
     may_change_gradients,
@@ -98,7 +98,7 @@ class TrainingSteps:
         self._after_step = AfterStep.GO_ON
         self._stop_requests = StopRequests(context)
         self._gradient_norm = self._newest_loss = 0.0
-        self._newest_step = OptimizerStep()
+        self._newest_step = RepeatableStep()
         self._zeroes_gradients_next = True  # what parameters hold is zeroed before the next gradients are added
         self._trained_names: tuple[list[str], float] = [], 0.0  # and their digest
         self._progress: dict[int, ProgressSnapshot] = {}  # of the current step and the one before
@@ -143,7 +143,7 @@ class TrainingSteps:
         self.ties = bundle.ties
         self._show_whole_norms()
         self.checkpoints.copies = bundle.ties.copies
-        self._newest_step = OptimizerStep()
+        self._newest_step = RepeatableStep()
 
     @property
     def _optimizers(self) -> list[Optimizer]:
@@ -403,7 +403,7 @@ class TrainingSteps:
 
     def step_again(self, norm: float) -> None:
         loss = self.as_loss(self._newest_loss)
-        self._newest_step.again(self._optimizers, clip_factor(self._clip_val, norm), lambda: loss)
+        self._newest_step.repeat(self._optimizers, clip_factor(self._clip_val, norm), lambda: loss)
 
     @cached_property
     def _hooks_change_gradients(self) -> bool:

@@ -59,9 +59,9 @@ class WorkerSnapshot:
 
     ``objects``: the module, callbacks, data module, DataLoaders, optimizers and schedulers, with their contents.
     ``orders``: of each loader of training and validation, the orders of its samples and the state of its sampler.
-    ``hooks``: how often the donor has run collectives of its position in hooks. ``gradients``: by name, if anything may
-    see them; of sharded ones the parts. ``generators``: those from which hooks draw. ``values``: recognise a copy, by
-    name.
+    ``hook_count``: how often the donor has run collectives of its position in hooks. ``gradients``: by name, if
+    anything may see them; of sharded ones the parts. ``generators``: those from which hooks draw. ``values``: recognise
+    a copy, by name.
     """
 
     objects: ObjectPack
@@ -71,7 +71,7 @@ class WorkerSnapshot:
     orders: tuple[tuple[dict[str, Any], ...], ...]
     stop_agreed: bool
     next_collective: int
-    hooks: int
+    hook_count: int
     saves: CommonState
     microbatch_changes: MicrobatchChangesState
     gradients: dict[str, Tensor]
@@ -183,7 +183,7 @@ class WorkerState:
             orders=tuple(tuple(source.joining_state() for source in sources) for sources in self._addressed_loaders()),
             stop_agreed=self._stop_requests.agreed,
             next_collective=self._context.client.member.next_collective,
-            hooks=self._context.client.member.hooks,
+            hook_count=self._context.client.member.hook_count,
             saves=saves,
             microbatch_changes=self._microbatch_changes.state(),
             gradients={name: local_part(gradients[p]) for name, p in self._trained().items() if p in gradients},
@@ -202,7 +202,7 @@ class WorkerState:
         member.joining = True
         self._large_when_joining = user_graph(trainer).large
         known_paths = self._large_when_joining.keys()
-        if any(path.startswith("val loader ") and path not in known_paths for path in snapshot.objects.same):
+        if any(path.startswith("val loader ") and path not in known_paths for path in snapshot.objects.unchanged_paths):
             read_loaders(trainer, "val", None)  # the donor has had their data since its sanity check
             self._large_when_joining = user_graph(trainer).large
         training = self._restore_objects(snapshot)
@@ -216,7 +216,7 @@ class WorkerState:
         for sources, orders in zip(self._addressed_loaders(), snapshot.orders, strict=True):
             for source, order in zip(sources, orders, strict=False):
                 source.take_over(order)
-        member.next_collective, member.hooks = snapshot.next_collective, snapshot.hooks
+        member.next_collective, member.hook_count = snapshot.next_collective, snapshot.hook_count
         self._stop_requests.agreed = snapshot.stop_agreed
         self._microbatch_changes.load_state(snapshot.microbatch_changes)
         self._donor_snapshot = snapshot
@@ -245,7 +245,7 @@ class WorkerState:
         take_pruned_form(module, snapshot.weights)
         training = TrainingParts(trainer)
         user_graph(trainer, training).update(snapshot.objects, self._context.device, self._large_when_joining)
-        training.take_up(trainer)
+        training.install_in(trainer)
         self._recorder.find_again()
         return training
 

@@ -4,7 +4,7 @@ The deployments come from re-routing, moving workers (the effect of merging pipe
 the planner that a run asks (:func:`~lightning_recycle.planning.layouts.plan_layout`). The training of each until the
 next change is
 
-    (seconds until the next change - seconds of the stop) / seconds of a step
+    (seconds until the next change - seconds of stop, copies and filling the pipelines) / seconds of a step
 
 The next change is expected from the prior and the failures so far
 (:class:`~lightning_recycle.planning.layouts.FailureRecord`).
@@ -119,14 +119,14 @@ class Auto(Policy):
                 return None
             return self.restarted(context, found, broken=broken, trained=bool(held))
         pauses = self.regrouping(len(workers), broken=broken)
-        standing = sum(pause.seconds for pause in pauses)
-        until = record.next_change(len(workers))
+        stop_seconds = sum(pause.seconds for pause in pauses)
+        seconds_to_next_change = record.next_change(len(workers))
         best: tuple[float, _Deployment | None, dict[int, int], float] = (-math.inf, None, {}, 0.0)
         if not broken and before.deployment is not None:
-            best = (until / before.deployment.step.period, None, {}, 0.0)  # the others wait
+            best = (seconds_to_next_change / before.deployment.step.period, None, {}, 0.0)  # the others wait
         for deployment in self._deployments(context, state, alive, workers):
             assigned, copying = _assign_slots(context.model, alive, deployment, workers)
-            trained = (until - standing - copying - deployment.step.fill) / deployment.step.period
+            trained = (seconds_to_next_change - stop_seconds - copying - deployment.step.fill) / deployment.step.period
             if trained > best[0]:
                 best = (trained, deployment, assigned, copying)
         _, chosen, assigned, copying = best
@@ -188,8 +188,8 @@ class Auto(Policy):
     def _configuration(self, context: Context, state: _PolicyState) -> Configuration:
         model, deployment = context.model, state.deployment
         assert deployment is not None
-        gone = model.pipelines * model.stages - len(state.held)
-        label = f"{deployment.choice}, {gone} failed" if gone else "all work"
+        num_missing = model.pipelines * model.stages - len(state.held)
+        label = f"{deployment.choice}, {num_missing} failed" if num_missing else "all work"
         return replace(self.running(context, label, deployment.step, len(state.held), state), choice=deployment.choice)
 
 
@@ -209,8 +209,8 @@ def _fill_stages(counts: tuple[int, ...], free: int, most: int) -> tuple[int, ..
 
 def _problem(model: TrainingModel, technique: Technique, cuts: Bounds, counts: tuple[int, ...]) -> Problem:
     """Problem with so many workers in each stage, without a limit on memory."""
-    gone = normalized_failures(model.grid, tuple(model.pipelines - count for count in counts))
-    return Problem(model.grid, layer_costs(model).costs(cuts, split_backward=technique.split_backward), gone, technique)
+    lost = normalized_failures(model.grid, tuple(model.pipelines - count for count in counts))
+    return Problem(model.grid, layer_costs(model).costs(cuts, split_backward=technique.split_backward), lost, technique)
 
 
 @lru_cache(maxsize=16384)
@@ -271,31 +271,30 @@ def _assign_slots(
 ) -> tuple[dict[int, int], float]:
     """A slot for each worker, and the seconds of the copies."""
     state = tuple(map(round, layer_costs(model).state_bytes))
-    before = tuple(accumulate(state, initial=0))  # bytes of the layers before each one
+    bytes_before = tuple(accumulate(state, initial=0))  # of the layers before each one
     full = model.pipelines * model.stages
     if len(workers) == full and deployment.cuts == _fault_free_cuts(model):
         assigned = _home_slots(workers, full)
     else:
-        assigned = _nearest_slots(before, held, deployment.slots, workers)
+        assigned = _nearest_slots(bytes_before, held, deployment.slots, workers)
     most = 0
     lacking: Counter[int] = Counter()  # copies of each layer
     for worker, slot in assigned.items():
         layers, own = deployment.slots[slot], held.get(worker, (0, 0))
-        most = max(most, _missing_bytes(before, own, layers))
+        most = max(most, _missing_bytes(bytes_before, own, layers))
         lacking.update(layer for layer in range(*layers) if not own[0] <= layer < own[1])
     if not most:
         return assigned, 0.0
     owners = Counter(layer for layers in held.values() for layer in range(*layers))
     sent = {layer: copies / owners[layer] for layer, copies in lacking.items()}
     sends = max(sum(state[n] * sent.get(n, 0.0) for n in range(*layers)) for layers in set(held.values()))
-    return assigned, model.transfer_seconds(max(float(most), sends) / before[-1])
+    return assigned, model.transfer_seconds(max(float(most), sends) / bytes_before[-1])
 
 
 def _home_slots(workers: Sequence[int], full: int) -> dict[int, int]:
-    """The slots of the start.
+    """Every worker back in its first slot; newcomers fill the rest.
 
-    Workers that fail together often come back together; in vacant places, mostly in the barest stages, the next such
-    failure would take all of a stage.
+    Otherwise a correlated failure, from which workers often come back together, could empty a stage.
     """
     home = [worker for worker in workers if worker < full]
     others = [worker for worker in workers if worker >= full]
@@ -304,15 +303,13 @@ def _home_slots(workers: Sequence[int], full: int) -> dict[int, int]:
 
 
 def _nearest_slots(
-    before: Sequence[int], held: Mapping[int, Range], slots: Sequence[Range], workers: Sequence[int]
+    bytes_before: Sequence[int], held: Mapping[int, Range], slots: Sequence[Range], workers: Sequence[int]
 ) -> dict[int, int]:
     """Slots with little to copy: workers choose in the order of their lacks."""
     free: dict[Range, list[int]] = {}
     for number, layers in enumerate(slots):
         free.setdefault(layers, []).append(number)
-    pairs = sorted(
-        (_missing_bytes(before, held.get(worker), layers), worker, layers) for worker in workers for layers in free
-    )
+    pairs = sorted((_missing_bytes(bytes_before, held.get(w), layers), w, layers) for w in workers for layers in free)
     assigned: dict[int, int] = {}
     for _, worker, layers in pairs:
         if worker not in assigned and free[layers]:
@@ -320,13 +317,13 @@ def _nearest_slots(
     return assigned
 
 
-def _missing_bytes(before: Sequence[int], held: Range | None, wanted: Range) -> int:
+def _missing_bytes(bytes_before: Sequence[int], held: Range | None, wanted: Range) -> int:
     """Bytes of the layers ``wanted`` that are not ``held``.
 
-    ``before``: bytes of all layers before each one.
+    ``bytes_before``: total of all layers before each one.
     """
-    lacked = before[wanted[1]] - before[wanted[0]]
+    lacked = bytes_before[wanted[1]] - bytes_before[wanted[0]]
     if held is not None:
         begin, end = max(wanted[0], held[0]), min(wanted[1], held[1])
-        lacked -= before[end] - before[begin] if begin < end else 0
+        lacked -= bytes_before[end] - bytes_before[begin] if begin < end else 0
     return lacked

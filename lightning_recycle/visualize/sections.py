@@ -27,12 +27,12 @@ from lightning_recycle.visualize.simulation_results import (
     Record,
     Variants,
     assumptions_text,
-    by,
     caution,
     cost_of,
     duration_text,
-    error,
     failures_text,
+    group_by,
+    half_interval,
     models_of,
     number,
     policy_text,
@@ -179,7 +179,7 @@ class _Scene(NamedTuple):
 def _scenes(records: Sequence[Record], apart: bool) -> list[tuple[_Scene, list[Record]]]:
     """Runs by scene, models by size; ``apart``: a picture for each schedule."""
     order = models_of(records)
-    found = by(
+    found = group_by(
         records,
         lambda r: _Scene(r["model"]["name"], r["model"]["global_batch"], schedule_of(r) if apart else ""),
     )
@@ -188,7 +188,7 @@ def _scenes(records: Sequence[Record], apart: bool) -> list[tuple[_Scene, list[R
 
 def _failure_names(records: Iterable[Record]) -> Callable[[Record], str]:
     """A run's failures in words, with its length where such runs differ in it."""
-    lengths = {text: {run["duration"] for run in runs} for text, runs in by(records, failures_text).items()}
+    lengths = {text: {run["duration"] for run in runs} for text, runs in group_by(records, failures_text).items()}
 
     def named(record: Record) -> str:
         text = failures_text(record)
@@ -225,7 +225,7 @@ def _ratio_lines(
             if not runs:
                 continue
             points = [
-                Point(at, run["ratio"], _tip(run, series.name), error(run))
+                Point(at, run["ratio"], _tip(run, series.name), half_interval(run))
                 for at, run in sorted(runs.items())
                 if run["throughput"]
             ]
@@ -265,7 +265,8 @@ def _by_interval(records: Sequence[Record]) -> Section | None:
         return float(record["failures"]["settings"]["mtbf"])
 
     parts: list[Part] = []
-    groups = by(_with_failures(records, "Poisson"), lambda r: (r["duration"], r["failures"]["settings"]["repair"]))
+    found = _with_failures(records, "Poisson")
+    groups = group_by(found, lambda r: (r["duration"], r["failures"]["settings"]["repair"]))
     lengths, repairs = ({key[place] for key in groups} for place in (0, 1))
     for (length, repair), own in groups.items():
         apart_by = f", runs of {duration_text(length)}" if len(lengths) > 1 else ""
@@ -310,7 +311,7 @@ def _gpu_time(records: Sequence[Record]) -> Section | None:
         return None
     variants, models = Variants(own), models_of(own)
     named = _failure_names(own)
-    groups = by(own, lambda r: (r["model"]["name"], r["model"]["global_batch"], named(r)))
+    groups = group_by(own, lambda r: (r["model"]["name"], r["model"]["global_batch"], named(r)))
     batches = len({batch for _, batch, _ in groups})
     pictures: list[Picture] = []
     rows: list[list[Cell | str]] = []
@@ -391,9 +392,9 @@ def _costs(records: Sequence[Record]) -> Section | None:
         return None
     variants = Variants(own)
     named = _failure_names(own)
-    heads = list(by(own, named))
+    heads = list(group_by(own, named))
     rows: list[list[Cell | str]] = []
-    for scene, runs in by(own, _priced).items():
+    for scene, runs in group_by(own, _priced).items():
         for series in variants.all:
             found = {named(run): cost_of(run) for run in runs if variants.of(run) is series}
             if found:

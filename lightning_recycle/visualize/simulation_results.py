@@ -119,14 +119,14 @@ def failures_text(result: Record) -> str:
     if source == "TraceReplay":
         return f"trace {settings['trace']}"
     if source == "FailedFraction":
-        return f"{100 * settings['part']:.5g} % failed{_taken(result)}"
+        return f"{100 * settings['part']:.5g} % failed{_num_failed_text(result)}"
     if source == "Scripted":
         return counted(len(settings["outages"]), "outage")
     return str(source)
 
 
-def _taken(result: Record) -> str:
-    """How many nodes that is, where it is known."""
+def _num_failed_text(result: Record) -> str:
+    """The number of failed nodes in brackets; empty where it is unknown."""
     nodes, part = result.get("cluster", {}).get("nodes"), result["failures"]["settings"]["part"]
     if nodes is None:
         return ""
@@ -144,7 +144,7 @@ def assumptions_text(result: Record) -> str:
 
 
 def cost_of(result: Record) -> float | None:
-    """Of 1,000 samples; None where GPUs have no price or nothing was trained."""
+    """Price of 1,000 samples; None if GPUs have no price or nothing was trained."""
     samples = result["throughput"] * result["duration"]
     return 1000 * float(result["cost"]) / samples if result["cost"] and samples else None
 
@@ -186,7 +186,7 @@ def _load(file: Path) -> Record:
     return record
 
 
-def by(records: Iterable[Record], key: Callable[[Record], _Key]) -> dict[_Key, list[Record]]:
+def group_by(records: Iterable[Record], key: Callable[[Record], _Key]) -> dict[_Key, list[Record]]:
     """Records by ``key``, in the order in which the keys appear."""
     found: dict[_Key, list[Record]] = {}
     for record in records:
@@ -200,7 +200,7 @@ def models_of(records: Iterable[Record]) -> list[str]:
     return sorted(sizes, key=lambda name: sizes[name])
 
 
-def error(record: Record) -> float:
+def half_interval(record: Record) -> float:
     """Half of the 95 % interval of the mean ratio; 0 for few runs."""
     runs = len(record["runs"])
     if runs < LEAST_RUNS:
@@ -228,7 +228,7 @@ def schedule_of(record: Record) -> str:
 
 def same_schedules(records: Sequence[Record]) -> bool:
     """Whether all policies ran with each of the schedules."""
-    found = [{run["policy"]["name"] for run in runs} for runs in by(records, schedule_of).values()]
+    found = [{run["policy"]["name"] for run in runs} for runs in group_by(records, schedule_of).values()]
     return all(names == found[0] for names in found)
 
 

@@ -16,7 +16,7 @@ from lightning_recycle.commands.report import render_report
 from lightning_recycle.traces import load_trace
 from lightning_recycle.visualize.charts import linear, logarithmic
 from lightning_recycle.visualize.sections import averaged
-from lightning_recycle.visualize.simulation_results import POLICIES, error, load_results, number, schedule_of
+from lightning_recycle.visualize.simulation_results import POLICIES, half_interval, load_results, number, schedule_of
 
 pytestmark = pytest.mark.long
 
@@ -244,9 +244,9 @@ def test_a_sample_costs_what_the_nodes_cost_while_they_were_up(page: Page, recor
 
 def test_bands_are_drawn_from_ten_runs_on(tmp_path: Path, records: list[dict[str, Any]]) -> None:
     found = [each for each in with_failures(records, "Poisson") if each["policy"]["name"] == "Merge"]
-    assert {error(each) for each in found} == {0.0}
+    assert {half_interval(each) for each in found} == {0.0}
     many = [{**each, "runs": each["runs"] * 4} for each in found]
-    assert error(many[0]) == pytest.approx(2.201 * many[0]["deviation"] / 12**0.5, rel=2e-3)
+    assert half_interval(many[0]) == pytest.approx(2.201 * many[0]["deviation"] / 12**0.5, rel=2e-3)
     for some, bands in ((found, 0), (many, 4)):
         text = render_report(load_results(written(tmp_path / str(bands), *some)))
         assert text.count('class="band ') == bands

@@ -98,7 +98,7 @@ class FakePlanner:
         self.ahead: list[frozenset[Worker]] = []
         self.error: Exception | None = None
 
-    def is_ready(self, failed: frozenset[Worker], seconds: Any) -> bool:
+    def request_plan(self, failed: frozenset[Worker], seconds: Any) -> bool:
         return True
 
     def plan(self, failed: frozenset[Worker], seconds: Mapping[int, Mapping[str, float]]) -> Schedule:

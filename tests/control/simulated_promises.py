@@ -452,7 +452,7 @@ class Promises:
         if isinstance(outcome, s.StageLost):
             holders = [w for w in self.members.values() if w.stage == outcome.stage and w.has_state]
             holders = [w for w in holders if not w.is_left_in_hook and not w.uncut]
-            if len({w.member.hooks for w in holders}) > 1:
+            if len({w.member.hook_count for w in holders}) > 1:
                 return  # they are not in the same hook
             if {w.column for w in holders} == self._columns_of(outcome.stage) and self._can_go_on(holders, state):
                 raise Violation(f"stage {outcome.stage} is given up although {holders} hold it")

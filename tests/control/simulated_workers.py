@@ -363,7 +363,7 @@ class SimulatedWorker:
         while True:
             self.send(self.member.reach_hook())
             try:
-                yield from self.wait(self.member.enter_hook)
+                yield from self.wait(self.member.try_enter_hook)
             except Interrupted:
                 yield from self.regroup()
             else:
@@ -372,8 +372,8 @@ class SimulatedWorker:
         siblings = self.positions.siblings(self.rank)
         for number in range(2):
             what = f"{number} of hook {place}"
-            self.tell(what, self.member.hooks, None)
-            keys = ((self.generation, what, self.member.hooks, rank) for rank in siblings)
+            self.tell(what, self.member.hook_count, None)
+            keys = ((self.generation, what, self.member.hook_count, rank) for rank in siblings)
             missing = {key for key in keys if not self.network.has(self, key)}
             self.uncut = True
             try:
@@ -523,7 +523,7 @@ class SimulatedWorker:
                 if answer.program is not None:
                     self.schedule = answer.program
                 return
-            yield from self.wait(lambda place=answer.place: self.member.pause != place)
+            yield from self.wait(lambda pause=answer.pause: self.member.pause != pause)
 
     def arrive(self, name: str, payload: Any, regroups: bool = True) -> Waits:
         """ControlClient.arrive."""
@@ -692,7 +692,7 @@ class SimulatedWorker:
                 assert self.strayed is None, "it gives a state that is wrong"
                 assert not self.speculative, "it gives a speculative state"
                 member = self.member
-                numbers = (member.next_collective, member.hooks)
+                numbers = (member.next_collective, member.hook_count)
                 saves = (member.saves, self.batches, self.pending, self.given_up, self.unnamed)
                 state = (list(self.parameters), self.position, numbers, self.version, self.stop_agreed, saves)
                 for rank in resume.strangers:
@@ -705,7 +705,7 @@ class SimulatedWorker:
                 yield self.network.delay() * 0.1
                 parameters, self.position, numbers, self.version, self.stop_agreed, saves = state
                 self.member.saves, self.batches, self.pending, self.given_up, self.unnamed = saves
-                self.member.next_collective, self.member.hooks = numbers
+                self.member.next_collective, self.member.hook_count = numbers
                 self.parameters = list(parameters)
                 if self.rank in resume.strangers:
                     self.cuts = self.layout(resume.cuts)

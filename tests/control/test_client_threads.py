@@ -9,7 +9,7 @@ import pytest
 from support.thread_client import ThreadClient
 
 from lightning_recycle.control import client as client_module
-from lightning_recycle.control.client import in_words
+from lightning_recycle.control.client import describe_error
 from lightning_recycle.control.network.connection import FrameBuffer, MessageConnection, encode
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.messages import FROM_WORKERS, TO_WORKERS, Crash, Heartbeat, Hello, Regroup
@@ -62,7 +62,7 @@ def test_a_worker_whose_heartbeat_stops_ends_and_says_why(theirs, monkeypatch):
 
 
 def test_an_exception_is_told_even_if_its_words_are_no_unicode():
-    summary, text = in_words(ValueError("no such file: /data/\udcff.png"))
+    summary, text = describe_error(ValueError("no such file: /data/\udcff.png"))
     encode(Crash(0, False, summary, None, text))
     assert summary == "ValueError: no such file: /data/\\udcff.png"
 

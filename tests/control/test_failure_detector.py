@@ -7,7 +7,7 @@ import pytest
 
 from lightning_recycle.control.coordinator import failure_detector
 from lightning_recycle.control.options import CoordinatorOptions, HeartbeatTimeouts, RecoveryOptions
-from lightning_recycle.control.protocol.messages import Activity, Heartbeat, Report, WorkerStatus
+from lightning_recycle.control.protocol.messages import RECOVER, Activity, Heartbeat, Report, WorkerStatus
 from lightning_recycle.control.protocol.state import Generation, MembershipState, Roster
 from lightning_recycle.planning.grid import Grid, OpKind, Positions
 
@@ -37,8 +37,8 @@ def exceeds(seen: failure_detector.Observation, usual: Mapping[str, float] = USU
     pytest.param(working(1000.0, ""), False, id="so do hooks, validation, checkpoints and reading data"),
     pytest.param(working(failure_detector.PATIENCE + 1, ""), True, id="but not for ever"),
     pytest.param(working(failure_detector.PATIENCE + 1, "W"), True, id="nor an operation of unknown duration"),
-    pytest.param(working(4.9, "RECOVER"), False, id="a recovery may take the timeout"),
-    pytest.param(working(5.1, "RECOVER"), True, id="and needs no usual duration"),
+    pytest.param(working(4.9, RECOVER), False, id="a recovery may take the timeout"),
+    pytest.param(working(5.1, RECOVER), True, id="and needs no usual duration"),
     pytest.param(waiting(1e6), False, id="who waits is never to blame"),
 ])  # fmt: skip
 def test_a_worker_is_suspected_when_it_is_at_work_for_longer_than_its_work_can_take(seen, stuck):
@@ -53,8 +53,8 @@ def test_the_reason_names_the_operation_and_how_long_it_took_and_may_take():
 
 
 def test_a_short_timeout_does_not_cut_a_recovery_short():
-    assert not exceeds(working(4.0, "RECOVER"), timeout=0.5)
-    assert exceeds(working(5.5, "RECOVER"), timeout=0.5)
+    assert not exceeds(working(4.0, RECOVER), timeout=0.5)
+    assert exceeds(working(5.5, RECOVER), timeout=0.5)
 
 
 def test_where_no_peer_is_well_any_work_has_the_patience_of_what_has_no_usual_duration():
@@ -257,7 +257,7 @@ def test_a_process_that_stops_to_compute_is_given_up_as_others_are():
 def test_nobodys_silence_or_work_counts_while_the_coordinator_itself_was_stopped(watch):
     for rank in range(4):
         watch.record_heartbeat(rank, beat(rank, 1.0), 0.0)
-    watch.forgive(60.0)
+    watch.restart_timers(60.0)
     assert stuck(watch, 62.0, state(), {0: {"F": 0.1}, 1: {"F": 0.1}}) == set()
     assert silent(watch, 64.0, 0) == {}
     assert silent(watch, 66.0, 0).keys() == {0}

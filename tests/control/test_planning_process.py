@@ -29,7 +29,7 @@ LARGE = Problem(Grid(4, 4, 8), Costs.uniform(4), frozenset({Worker(1, 2)}))
 @pytest.fixture
 def gated(tmp_path, monkeypatch) -> Gated:
     """The planner of runs that make all plans in need in another process, however small."""
-    monkeypatch.setattr(plan_provider, "_APART_FROM", 0)
+    monkeypatch.setattr(plan_provider, "_MIN_OPERATIONS_FOR_PROCESS", 0)
     return Gated(report=tmp_path / "began", gate=tmp_path / "gate", home=os.getpid())
 
 

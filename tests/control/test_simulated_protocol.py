@@ -604,14 +604,13 @@ HOOKS: list[tuple[str, Any, str, str, str]] = [
      "hooks.get(event.rank, -1) >= event.step", "False"),
     ("who asked survives a new generation", recovery, "begin_generation",
      "becomes=becomes)", "becomes=becomes, hooks=state.generation.hooks)"),
-    ("an earlier answer counts", Member, "enter_hook",
-     "(self._hook.generation, self._hook.number) == (self.generation, self.hooks)",
-     "self._hook.generation == self.generation"),
+    ("an earlier answer counts", Member, "try_enter_hook",
+     "(hook.generation, hook.number) == (self.generation, self.hook_count)", "hook.generation == self.generation"),
     ("a hook ends with its generation", Member, "_receive", "self._hook, self.in_hook = message, True",
      "self._hook = message"),
     ("a hook is over when a generation is announced", Member, "enter",
      "self._published.clear()", "self._published.clear(); self.in_hook = False"),
-    ("hooks are not counted", Member, "enter_hook", "self.hooks += entered", "pass"),
+    ("hooks are not counted", Member, "try_enter_hook", "self.hook_count += entered", "pass"),
 ]
 """As above, and some hooks run collectives of their position."""
 
@@ -637,7 +636,7 @@ SAVES: list[tuple[str, Any, str, str, str]] = [
      "{event.index: event.failure}", "{event.index: None}"),
     ("a later batch does not begin", control_collectives, "on_save_begun",
      "event.batch < before.batch or", "before.paths or"),
-    ("an answer tells nothing of checkpoints", Member, "answer", "self._learn(found.saves)", "pass"),
+    ("an answer tells nothing of checkpoints", Member, "answer", "self._adopt_save_status(found.saves)", "pass"),
 ]
 """As above, and checkpoints are written in the background."""
 

@@ -107,7 +107,7 @@ def test_after_each_failure_the_next_try_waits_twice_as_long_up_to_half_a_minute
     found = vacancies(Starter())
     waits = []
     for _ in range(9):
-        found.failed(3, now=100.0)
+        found.record_failure(3, now=100.0)
         waits.append(next(seconds for seconds in (0.5, 1, 2, 4, 8, 16, 30) if found.may_start(3, 100.0 + seconds)))
         assert not found.may_start(3, 100.0 + waits[-1] - 0.01)
     assert waits == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
@@ -117,19 +117,19 @@ def test_after_each_failure_the_next_try_waits_twice_as_long_up_to_half_a_minute
 def test_a_replacement_that_was_ready_begins_a_new_count_of_failures():
     found = vacancies(Starter())
     for _ in range(4):
-        found.failed(3, now=0.0)
-    found.succeeded(3)
-    found.failed(3, now=100.0)
+        found.record_failure(3, now=0.0)
+    found.record_success(3)
+    found.record_failure(3, now=100.0)
     assert found.may_start(3, now=100.5)
 
 
 def test_the_user_is_told_when_the_restarts_are_used_up(caplog):
     found = vacancies(Starter(), max_restarts=1)
-    found.failed(3, now=0.0)
+    found.record_failure(3, now=0.0)
     assert caplog.text == ""
     found.start(3)
     taken(found)
-    found.failed(3, now=0.0)
+    found.record_failure(3, now=0.0)
     assert "max_restarts=1 are used up" in caplog.text
 
 

@@ -11,8 +11,8 @@ from lightning_recycle.engines.agent import (
     ProcessCommand,
     RestartRecord,
     decide_restart,
+    describe_end,
     exit_status,
-    in_words,
     verdict,
 )
 
@@ -95,7 +95,7 @@ def test_a_replacement_that_fails_costs_nothing_if_the_others_finish():
     (190, "signal 62"),
 ])  # fmt: skip
 def test_an_end_is_told_in_words(status, words):
-    assert words in in_words(status)
+    assert words in describe_end(status)
     assert 0 <= exit_status(status) < 256
 
 

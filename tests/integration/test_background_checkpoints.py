@@ -312,7 +312,7 @@ class AtTheEnd(WholeCheckpointIO):
         if checkpoint["global_step"] == 6:
             self._begun.touch()
             deadline = time.monotonic() + PATIENCE
-            while not NotesClient.client._completes and time.monotonic() < deadline:
+            while not NotesClient.client._is_finishing_saves and time.monotonic() < deadline:
                 time.sleep(0.01)
         super().save_checkpoint(checkpoint, *arguments, **options)
 

@@ -11,7 +11,7 @@ from support.training import committed_steps, exact_fit, failures
 from torch import nn
 
 from lightning_recycle.callbacks import Fault
-from lightning_recycle.session.gradient_clipping import OptimizerStep
+from lightning_recycle.session.gradient_clipping import RepeatableStep
 from lightning_recycle.session.manual_steps import OptimizerState
 
 pytestmark = pytest.mark.long
@@ -73,13 +73,13 @@ def test_a_wrong_speculative_step_is_made_again(kind):
     wanted, states = weights(module), snapshot(expected)
 
     optimizer, module = steps(kind)
-    before, newest = weights(module), OptimizerStep()
+    before, newest = weights(module), RepeatableStep()
     newest.keep([optimizer])
     optimizer.step()
     with torch.no_grad():
         for p, old in zip(module.parameters(), before, strict=True):
             p.copy_(old)
-    newest.again([optimizer], 0.5, lambda: None)
+    newest.repeat([optimizer], 0.5, lambda: None)
     assert equal(weights(module), wanted)
     assert equal(snapshot(optimizer), states)
 

@@ -41,8 +41,8 @@ ADDRESSEES: dict[str, tuple[str, str]] = {
     "control/client.py wait": ("its siblings", "test_a_kill_at_a_collective_of_a_hook"),
     "control/client.py _await_answer": ("all live workers", "test_arrive_survives_a_loss_in_the_middle"),
     "control/client.py receive_parcel": ("a holder", "test_who_waits_for_a_lost_worker_or_for_nothing_is_told"),
-    "control/client.py await_thread": ("its own thread, or the end of the run", "test_files_are_those_that_callbacks"
-                                       "_remember_whenever_a_writer_dies"),
+    "control/client.py await_background_work": ("its own thread, or the end of the run",
+                                                "test_files_are_those_that_callbacks_remember_whenever_a_writer_dies"),
     "control/client.py request_stop_and_wait": ("all workers", "test_a_worker_that_asks_by_its_own_clock_and_dies"
                                                 "_leaves_the_others_well"),
     "control/client.py _wait": ("one of those above", "test_processes_end_when_the_coordinator_is_gone"),

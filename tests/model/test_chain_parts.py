@@ -21,7 +21,7 @@ from lightning_recycle import ConfigurationError
 from lightning_recycle.devices import saved_tensors
 from lightning_recycle.model import chains
 from lightning_recycle.model.chain_parts import ChainParts
-from lightning_recycle.model.recorded_module import recorded, redirect_forward, restore_class, restore_forward
+from lightning_recycle.model.recorded_module import make_recorded, redirect_forward, restore_class, restore_forward
 from lightning_recycle.randomness import derive_seed
 from lightning_recycle.runtime.stage import Stage
 
@@ -736,7 +736,7 @@ def test_a_module_that_has_its_own_class_again_ends_to_ask():
     """As in a worker whose process goes on: its module is the user's again before the whole model is put together."""
     module = made(Stacked)
     cls = type(module)
-    redirect_forward(recorded(module), ["net.layers.0", "net.layers.3"], lambda what: None)
+    redirect_forward(make_recorded(module), ["net.layers.0", "net.layers.3"], lambda what: None)
     restore_class(module)
     restore_forward(module)
     assert type(module) is cls

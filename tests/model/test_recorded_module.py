@@ -8,7 +8,7 @@ import lightning as L
 import torch
 from torch import nn
 
-from lightning_recycle.model.recorded_module import RecordedModule, recorded, restore_class
+from lightning_recycle.model.recorded_module import RecordedModule, make_recorded, restore_class
 
 
 class Module(L.LightningModule):
@@ -22,7 +22,7 @@ class Module(L.LightningModule):
 
 
 def test_logging_is_recorded_and_otherwise_reaches_the_users_method():
-    module = recorded(Module())
+    module = make_recorded(Module())
     module.recorded_logs = []
     module.log("a", 1.0, on_step=True)
     assert [(name, value, kwargs["on_step"]) for name, value, kwargs in module.recorded_logs] == [("a", 1.0, True)]
@@ -33,9 +33,9 @@ def test_logging_is_recorded_and_otherwise_reaches_the_users_method():
 
 def test_it_keeps_its_name_its_state_and_its_class_in_copies():
     original = Module()
-    module = recorded(original)
+    module = make_recorded(original)
     assert module is original
-    assert recorded(module) is module
+    assert make_recorded(module) is module
     assert (type(module).__name__, type(module).__module__) == (Module.__name__, Module.__module__)
     for double in (pickle.loads(pickle.dumps(module)), copy.deepcopy(module)):
         assert type(double) is Module

@@ -65,8 +65,8 @@ class Bench:
 
     def __init__(self, waiting: tuple[int, ...] = (2, 1, 0), tied: Mapping[int, tuple[int, ...]] = {}) -> None:
         self.parameters = [nn.Parameter(torch.ones(16 * n)) for n in (1, 2, 3)]
-        holders = {self.parameters[index]: stages for index, stages in tied.items()}
-        self.gradients = GradientBuffers(self.parameters, CPU, bucket_bytes=1, holders=holders)
+        tie_stages = {self.parameters[index]: stages for index, stages in tied.items()}
+        self.gradients = GradientBuffers(self.parameters, CPU, bucket_bytes=1, tie_stages=tie_stages)
         self.line, self.is_confirmed = Line(), True
         self.line.has_mesh = not tied
         waits = [self.parameters[index] for index in waiting]

@@ -308,8 +308,8 @@ def test_what_several_stages_hold_is_in_buckets_that_are_alike_in_all_of_them():
     def of_stage(order: str, **tied: tuple[int, ...]) -> list[tuple[tuple[int, ...], list[int]]]:
         """The buckets of a stage whose parameters are named by their sizes, ``a`` for 1, in that order."""
         by_name = {name: nn.Parameter(torch.zeros(ord(name) - ord("a") + 1)) for name in order}
-        holders = {by_name[name]: stages for name, stages in tied.items()}
-        gradients = GradientBuffers(list(by_name.values()), CPU, 4 * 32, holders=holders)
+        tie_stages = {by_name[name]: stages for name, stages in tied.items()}
+        gradients = GradientBuffers(list(by_name.values()), CPU, 4 * 32, tie_stages=tie_stages)
         gradients.begin(0)
         assert sum(buffer.numel() for buffer in gradients.of_step(0)) == sum(
             16 if name < "q" else 32 for name in order

@@ -64,7 +64,12 @@ def test_a_part_whose_receiver_is_lost_is_given_up_wherever_torch_is_in_its_arch
             raise Interrupted
 
     client: Any = SimpleNamespace(
-        rank=0, generation=0, returns=0, send_parcel=lambda *_: None, receive_parcel=take, has_parcel=lambda *_: False
+        rank=0,
+        generation=0,
+        coordinator_changes=0,
+        send_parcel=lambda *_: None,
+        receive_parcel=take,
+        has_parcel=lambda *_: False,
     )
     group = concurrent_checkpoints.HolderGroup(client, Positions(Grid(2, 2, 1)), 1, 4, (0, 3), 0)
     with pytest.raises(concurrent_checkpoints.GivenUp, match="the worker of rank 3 was lost"):
@@ -119,7 +124,9 @@ class Worker:
     def __init__(self, rank: int = 0, holders: tuple[int, ...] = (2, 1)) -> None:
         self.sent: list[Any] = []
         self.failed: list[Any] = []
-        self.client: Any = SimpleNamespace(rank=rank, returns=0, member=SimpleNamespace(saves=SaveStatus(holders, 7)))
+        self.client: Any = SimpleNamespace(
+            rank=rank, coordinator_changes=0, member=SimpleNamespace(saves=SaveStatus(holders, 7))
+        )
         self.client.send, self.client.forget_parcels = self.sent.append, lambda number: None
         self.collectives: Any = SimpleNamespace(
             positions=Positions(Grid(2, 2, 2)), confirm_step=lambda: None, is_leader=rank == 1
@@ -199,7 +206,7 @@ def test_what_all_wait_for_is_begun_again_without_what_was_refused():
         worker.client.member.saves = SaveStatus((2, 1), 8, number, outcomes.pop(0))
 
     worker.collectives.barrier = barrier
-    worker.client.await_thread = lambda *_: True
+    worker.client.await_background_work = lambda *_: True
     worker.ask(4, "a.ckpt", "b.ckpt", waits=True)
     first, second = worker.sent
     assert not first.in_background
@@ -255,7 +262,7 @@ def test_the_leader_discards_a_new_file_of_a_batch_that_was_given_up():
 def test_a_part_of_another_step_is_refused():
     parts = {0: (5, "of step 5"), 3: None}
     client: Any = SimpleNamespace(
-        rank=3, returns=0, send_parcel=lambda *_: None, receive_parcel=lambda rank, *_: parts[rank]
+        rank=3, coordinator_changes=0, send_parcel=lambda *_: None, receive_parcel=lambda rank, *_: parts[rank]
     )
     group = concurrent_checkpoints.HolderGroup(client, Positions(Grid(2, 2, 1)), 1, 4, (0, 3), 0)
     with pytest.raises(concurrent_checkpoints.GivenUp, match="after 5 steps, and it is to hold 4"):

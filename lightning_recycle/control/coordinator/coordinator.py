@@ -291,8 +291,8 @@ class Coordinator:
                 self._loop.dispatch(ready)
                 now = time.monotonic()
                 if now - last_tick > 10 * _TICK_SECONDS:  # this process itself was suspended: nobody's silence counts
-                    self._failure_detector.forgive(now)
-                    self._workers.forgive(now)
+                    self._failure_detector.restart_timers(now)
+                    self._workers.restart_send_timers(now)
                 last_tick = now
                 self._on_tick(now)
                 while self._ranks_to_read:
@@ -422,7 +422,7 @@ class Coordinator:
     ) -> None:
         """A worker takes the position again that it had under an earlier coordinator."""
         rank, is_member = returned.rank, standing is ReturnStanding.MEMBER
-        self._vacancies.note_holder(rank, returned.node, returned.incarnation)
+        self._vacancies.record_earlier_process(rank, returned.node, returned.incarnation)
         if is_member:
             self._failure_detector.record_report(rank)
         if self._is_first_member(rank):
@@ -547,7 +547,7 @@ class Coordinator:
             self._lose_candidate(rank, cause)
 
     def _lose_candidate(self, rank: int, cause: str) -> None:
-        self._vacancies.failed(rank, time.monotonic())
+        self._vacancies.record_failure(rank, time.monotonic())
         self._handle(protocol.Lost(rank, cause))
 
     def _evict(self, rank: int, cause: str, details: Mapping[str, Any] = MappingProxyType({})) -> None:
@@ -559,7 +559,7 @@ class Coordinator:
 
     def _dismiss(self, rank: int) -> None:
         """Dismisses a worker that leaves at a step boundary, or with its position."""
-        self._workers.dismiss(rank)
+        self._workers.let_leave(rank)
         self._failure_detector.forget(rank)
 
     # ------------------------------------------------------------------ messages
@@ -606,7 +606,7 @@ class Coordinator:
             case messages.Report():
                 self._failure_detector.record_report(rank)
             case messages.Ready():
-                self._vacancies.succeeded(rank)
+                self._vacancies.record_success(rank)
                 self._failure_detector.record_ready(rank)
             case messages.Leave():
                 self._on_leave(message)
@@ -700,7 +700,7 @@ class Coordinator:
             return
         parts = journaled_parts(self._state)
         if not all(map(operator.is_, parts, self._journaled)):  # nearly always nothing has changed
-            self._journal.write(journal_entry(self._state), self._workers.holders)
+            self._journal.write(journal_entry(self._state), self._workers.last_known_processes)
             self._journaled = parts
 
     def _send(self, command: protocol.Send) -> None:
@@ -745,7 +745,7 @@ class Coordinator:
         """Whether there is a plan for the present roster; if not, it is being made."""
         joining = state.positions.whole(state.roster.joining)
         try:
-            return self._plans.is_ready(self._failed_positions(state), joining)
+            return self._plans.request_plan(self._failed_positions(state), joining)
         except Exception:  # whoever asks for the plan itself meets the same error, and tells it
             log.debug("No plan can be made ready", exc_info=True)
             return True

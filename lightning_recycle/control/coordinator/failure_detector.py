@@ -30,7 +30,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from lightning_recycle.control.options import PATIENCE, CoordinatorOptions
-from lightning_recycle.control.protocol.messages import Heartbeat
+from lightning_recycle.control.protocol.messages import RECOVER, Heartbeat
 from lightning_recycle.control.protocol.state import MembershipState
 from lightning_recycle.planning.grid import OpKind, Positions, Worker
 
@@ -293,7 +293,7 @@ _RECOVERY_SECONDS = 5.0  # at least, for a worker's own work during a recovery
 class Observation:
     """Observed activity of a worker's main thread.
 
-    ``operation``: for people. ``kind``: of an operation of the schedule or "RECOVER", if it has a usual duration.
+    ``operation``: for people. ``kind``: of an operation of the schedule or RECOVER, if it has a usual duration.
     ``waiting``: for another process. ``seconds``: of this activity. ``coordinated``: whether it waits for the
     coordinator. ``place``: the same for all workers at the same work; None if unknown.
     """
@@ -338,7 +338,7 @@ def all_wait(
 
 
 def _work_limit(kind: str, usual: float | None, timeout: float, patience: float) -> float:
-    if kind == "RECOVER":
+    if kind == RECOVER:
         return max(timeout, _RECOVERY_SECONDS)
     return patience if usual is None else max(timeout, _DURATION_FACTOR * usual)
 
@@ -415,7 +415,7 @@ class FailureDetector:
         """Activity of main threads at their newest heartbeats, for people."""
         return {rank: (b.activity.operation, b.activity.waiting_for) for rank, (b, _) in self._heartbeats.items()}
 
-    def forgive(self, now: float) -> None:
+    def restart_timers(self, now: float) -> None:
         """Restarts the clocks of silence: this process could not hear until now."""
         self._last_heard = dict.fromkeys(self._last_heard, now)
         self._heartbeats = {rank: (heartbeat, now) for rank, (heartbeat, _) in self._heartbeats.items()}

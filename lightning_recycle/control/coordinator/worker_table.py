@@ -40,7 +40,7 @@ class WorkerTable:
     """Connections, processes started here, and newest processes of workers, by rank.
 
     ``on_messages``: called with a rank whose inbox may hold messages. ``on_lost``: called with the rank of a lost
-    worker, and why. ``holders``: the processes that held the positions under an earlier coordinator.
+    worker, and why. ``last_known_processes``: newest known process of each rank, also from before a restart.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class WorkerTable:
         loop: EventLoop,
         on_messages: Callable[[int], None],
         on_lost: Callable[[int, str], None],
-        holders: Mapping[int, Process],
+        last_known_processes: Mapping[int, Process],
     ) -> None:
         self.connections: dict[int, NonBlockingConnection] = {}
         self.processes: dict[int, WorkerProcess] = {}
-        self.holders: dict[int, Process] = dict(holders)
+        self.last_known_processes: dict[int, Process] = dict(last_known_processes)
         self._loop = loop
         self._on_messages, self._on_lost = on_messages, on_lost
         self._unreachable: list[tuple[int, NonBlockingConnection]] = []
@@ -63,16 +63,16 @@ class WorkerTable:
 
     def thread_states(self, rank: int) -> str:
         """Stacks of the threads of a worker's process, if it is on this machine."""
-        holder = self.holders.get(rank)
-        return "" if holder is None else thread_states(holder.pid, holder.space)
+        process = self.last_known_processes.get(rank)
+        return "" if process is None else thread_states(process.pid, process.space)
 
     # ------------------------------------------------------------------ coming
 
-    def connect(self, rank: int, connection: NonBlockingConnection, holder: Process, *first_messages: Any) -> None:
+    def connect(self, rank: int, connection: NonBlockingConnection, process: Process, *first_messages: Any) -> None:
         """Gives a worker the position, and sends it ``first_messages``."""
         connection.inbox.expects = messages.FROM_WORKERS
         self.connections[rank] = connection
-        self.holders[rank] = holder
+        self.last_known_processes[rank] = process
         with contextlib.suppress(OSError):  # whoever reads from it sees that it is gone
             for message in first_messages:
                 connection.send(message)
@@ -122,10 +122,10 @@ class WorkerTable:
             if self.connections.get(rank) is connection and rank not in self._being_lost:
                 self._lose(rank)
 
-    def forgive(self, now: float) -> None:
+    def restart_send_timers(self, now: float) -> None:
         """Restarts the clocks of unsent frames: this process could not send until now."""
         for connection in self.connections.values():
-            connection.forgive(now)
+            connection.restart_send_timer(now)
 
     # ------------------------------------------------------------------ going
 
@@ -169,8 +169,8 @@ class WorkerTable:
             connection.close()
         return process is not None or connection is not None
 
-    def dismiss(self, rank: int) -> None:
-        """Lets a worker go that leaves at a step boundary: it ends by itself."""
+    def let_leave(self, rank: int) -> None:
+        """Lets a worker leave at a step boundary: its process ends by itself."""
         connection = self.connections.pop(rank, None)
         if connection is not None:
             self._loop.forget(connection)
@@ -185,7 +185,7 @@ _FIRST_DELAY, _LONGEST_DELAY = 0.5, 30.0  # seconds between a replacement's fail
 
 
 class Vacancies:
-    """Starts replacements, each in a thread of its own, and keeps the spares.
+    """Starts first workers and replacements, each in a thread, and keeps the spares.
 
     ``start_worker``: starts the process for a rank, given its incarnation. ``wake``: called when :meth:`take_started`
     has something to return.
@@ -236,7 +236,7 @@ class Vacancies:
             if workers_by_column.get(rank % columns, 0) == fewest:
                 group = rank // (members if members > 1 else columns)
                 lowest[group] = min(rank, lowest.get(group, rank))
-        rank = min(lowest.values(), key=lambda rank: (*self._strangeness(rank, process.node), rank))
+        rank = min(lowest.values(), key=lambda rank: (*self._placement_cost(rank, process.node), rank))
         self._take_node(rank, process.node)
         return rank, connection, process
 
@@ -250,13 +250,13 @@ class Vacancies:
         members, columns = self._positions.members, self._positions.columns
         return self._counts["position", rank // members], self._counts["pipeline", rank // columns]
 
-    def note_holder(self, rank: int, node: str, incarnation: int) -> None:
-        """Notes that a worker of ``node`` has had the position before this coordinator."""
+    def record_earlier_process(self, rank: int, node: str, incarnation: int) -> None:
+        """Records that a process on ``node`` held the position before this coordinator."""
         self._take_node(rank, node)
         self.incarnations[rank] = max(incarnation, self.incarnations.get(rank, 0))
 
-    def _strangeness(self, rank: int, node: str) -> tuple[bool, bool, bool, bool]:
-        """How badly a worker of ``node`` fits the place ``rank``; the lowest fits best.
+    def _placement_cost(self, rank: int, node: str) -> tuple[bool, bool, bool, bool]:
+        """Sort key of ``rank`` as a place for a spare of ``node``; the lowest is best.
 
         Best is a position with members on this node alone, which the collectives of its layers do not leave, next an
         empty one. Of these the best is in a pipeline with others of its node, so that loss of the node hits different
@@ -315,10 +315,10 @@ class Vacancies:
             self._starting.discard(rank)
             yield rank, process
 
-    def succeeded(self, rank: int) -> None:
+    def record_success(self, rank: int) -> None:
         self._failures.pop(rank, None)
 
-    def failed(self, rank: int, now: float) -> None:
+    def record_failure(self, rank: int, now: float) -> None:
         """The replacement ended before it entered: the next try waits longer."""
         failures = self._failures[rank] = self._failures.get(rank, 0) + 1
         self._not_before[rank] = now + min(_LONGEST_DELAY, _FIRST_DELAY * 2 ** (failures - 1))
@@ -330,7 +330,7 @@ class Vacancies:
         self._stopped = True
 
     def close(self) -> None:
-        """Ends the processes that were started and never taken."""
+        """Kills processes never taken, waiting 5 s at most for starts; closes spares."""
         deadline = time.monotonic() + 5.0
         while self._starting and time.monotonic() < deadline:
             for _, process in self.take_started():

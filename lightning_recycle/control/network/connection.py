@@ -388,7 +388,7 @@ class NonBlockingConnection(_Socket):
         """Seconds for which the other side has taken nothing of its unsent frames."""
         return 0.0 if self.unsent_since is None else now - self.unsent_since
 
-    def forgive(self, now: float) -> None:
+    def restart_send_timer(self, now: float) -> None:
         """Restarts the clock of unsent frames: this process could not send until now."""
         if self.unsent_since is not None:
             self.unsent_since = now

@@ -20,18 +20,20 @@ The provider asks them:
 | ahead: for each distribution of the next failure over the stages | the same, or the heuristic if that asks a solver |
 | in need: neither made ahead nor in the plan library | the heuristic |
 
-The heuristic plans small grids in this process, all else is made in the planning process; :meth:`PlanProvider.is_ready`
-lets the coordinator serve meanwhile. Plans of the library are used at once if they fit, and made again in the
-background if they were made for other costs or limits. With ``split_backward="auto"`` plans are fused until all stages
-have tried splitting; then both plans are made, and the better one is kept
+:meth:`PlanProvider.prepare` plans in the thread that calls it. Later the heuristic plans small grids in this process,
+and all else is made in the planning process, if there can be one; :meth:`PlanProvider.request_plan` lets the
+coordinator serve meanwhile. Plans of the library are used at once if they fit, and made again in the background if they
+were made for other costs or limits. With ``split_backward="auto"`` plans are fused until all stages have tried
+splitting; then both plans are made, and the better one is kept
 (:func:`~lightning_recycle.planning.split_backward.choose_technique`).
 
 Plans are kept by their problem up to renaming of workers
 (:func:`~lightning_recycle.planning.routing.representative`): the fault-free one, and within the memory limit those
 used last.
 
-Contract: called from the coordinator's thread; slow work is a job of the :class:`PlanningQueue`, whose every wait has a
-bound; no job can end its thread, and after :meth:`PlanningQueue.close` there is no process and no thread.
+Contract: called from the coordinator's thread; slow work, except :meth:`PlanProvider.prepare` before the start, is a
+job of the :class:`PlanningQueue`, whose every wait has a bound. No job can end its thread; :meth:`PlanningQueue.close`
+ends the planning process, and awaits the thread for 30 s.
 
 Must not know: connections, rosters, what is measured and when.
 """
@@ -113,7 +115,7 @@ class _StartedJob:
 class PlanningQueue:
     """Planning jobs of one run, done one at a time, the most urgent first.
 
-    ``wake``: called from another thread when :meth:`take` has something, or a job has ended.
+    ``wake``: called from another thread when :meth:`take` has something, or a plan in need was made or failed.
     """
 
     def __init__(self) -> None:
@@ -157,7 +159,7 @@ class PlanningQueue:
         return taken
 
     def close(self) -> None:
-        """Gives up on all jobs, and waits until process and thread have ended."""
+        """Gives up on all jobs; awaits the thread, 30 s at most, and ends the process."""
         with self._changed:
             self._closed = True
             for urgency in Urgency:
@@ -196,9 +198,9 @@ class PlanningQueue:
                 self._changed.wait()
             if self._closed:
                 return None
-            begun = self._current = self._jobs[min(self._jobs)]
-            begun.interrupted.clear()
-            return begun
+            selected = self._current = self._jobs[min(self._jobs)]
+            selected.interrupted.clear()
+            return selected
 
     def _advance(self, started: _StartedJob) -> None:
         """Has the job's question answered, and gets the next one.
@@ -229,9 +231,9 @@ class PlanningQueue:
 
 
 _KEPT_OPERATIONS = 2_000_000  # in the schedules that are kept; about 180 bytes each
-_SAME_COSTS = 0.1  # of the mean operation: a plan for costs that differ less is not made again
-_AS_GOOD = 0.001  # of a period: a stored plan that is so near to the lower bound needs no other
-_APART_FROM = 1_000  # operations: smaller schedules take less time than starting a process, and delay no message
+_SIMILAR_COSTS = 0.1  # of the mean operation: a plan for costs that differ less is not made again
+_GOOD_ENOUGH_GAP = 0.001  # of a period: a stored plan that is so near to the lower bound needs no other
+_MIN_OPERATIONS_FOR_PROCESS = 1_000  # smaller schedules take less time than starting a process, and delay no message
 
 _PlanKey: TypeAlias = tuple[frozenset[Worker], tuple[tuple[Worker, float], ...]]
 
@@ -240,8 +242,8 @@ def _operations(grid: Grid) -> int:
     return 3 * grid.global_microbatches * grid.stages
 
 
-def newest(schedules: Sequence[Schedule]) -> int:
-    """Number of ``schedules``, counted from the last, that may be kept: at least one."""
+def num_to_keep(schedules: Sequence[Schedule]) -> int:
+    """How many of the last ``schedules`` may be kept: at least one."""
     left, count = _KEPT_OPERATIONS, 0
     for schedule in reversed(schedules):
         left -= _num_operations(schedule)
@@ -262,14 +264,14 @@ def _num_operations(schedule: Schedule) -> int:
 class ReadyPlan:
     """A plan and its origin.
 
-    ``asked``: the problem that it was made for; that of the plan has fused backwards if these were better. ``source``:
+    ``original_problem``: that it was made for; the plan's own has fused backwards if these were better. ``source``:
     "library"; "ahead", made before it was needed; "made", when it was needed; or "better", found while another one ran.
     ``is_final``: whether the planner of plans ahead cannot improve it. ``choice``: of split or fused backwards, if both
-    were tried. ``seconds``: of planning. ``backend``: the planner, or "library".
+    were tried. ``seconds``: of planning. ``backend``: what computed it, if it was made here; otherwise "library".
     """
 
     schedule: Schedule
-    asked: Problem
+    original_problem: Problem
     source: str
     is_final: bool
     choice: TechniqueChoice | None = None
@@ -278,8 +280,8 @@ class ReadyPlan:
 
     def serves(self, problem: Problem) -> bool:
         """Whether planning ``problem`` would lead to this plan."""
-        is_near = cost_difference(self.asked.costs, problem.costs) <= _SAME_COSTS
-        return is_near and alike(replace(self.asked, costs=problem.costs), problem)
+        is_near = cost_difference(self.original_problem.costs, problem.costs) <= _SIMILAR_COSTS
+        return is_near and alike(replace(self.original_problem, costs=problem.costs), problem)
 
     def is_replaced_by(self, schedule: Schedule, problem: Problem) -> bool:
         """Whether to keep ``schedule``, made for ``problem``, instead."""
@@ -327,7 +329,7 @@ class ReadyPlans:
             self._plans.pop(key, None)
             self._plans[key] = plan
             forgettable = [key for key in self._plans if key != (frozenset(), ())]
-            kept = newest([self._plans[key].schedule for key in forgettable])
+            kept = num_to_keep([self._plans[key].schedule for key in forgettable])
             for key in forgettable[: len(forgettable) - kept]:
                 del self._plans[key]
 
@@ -384,13 +386,13 @@ class PlanProvider:
     ) -> None:
         self.source = ""
         self.background = PlanningQueue()
-        self._chosen = get_planner(planning.planner)
-        _check_travels(self._chosen)
+        self._users_planner = get_planner(planning.planner)
+        _check_travels(self._users_planner)
         self.assumptions = Assumptions(grid, planning, costs, chooses_split and library is None)
-        self.planner = HeuristicPlanner() if isinstance(self._chosen, ExactPlanner) else self._chosen
-        self._quick = self.planner if isinstance(self.planner, HeuristicPlanner) else HeuristicPlanner()
+        self.planner = HeuristicPlanner() if isinstance(self._users_planner, ExactPlanner) else self._users_planner
+        self._heuristic = self.planner if isinstance(self.planner, HeuristicPlanner) else HeuristicPlanner()
         self._grid = grid
-        self._is_large = _operations(grid) >= _APART_FROM
+        self._is_large = _operations(grid) >= _MIN_OPERATIONS_FOR_PROCESS
         self._library = library
         self._ready = ReadyPlans(grid)
         self._needed_plan: tuple[_PlanKey, threading.Event] | None = None  # that workers wait for; set: it is there
@@ -398,12 +400,12 @@ class PlanProvider:
     def prepare(self) -> None:
         """Makes the fault-free plan with the user's planner, however long that takes."""
         problem = self.assumptions.problem(frozenset(), {})
-        self._ready.keep(self._stored(problem) or self._make_here(problem, self._chosen, "ahead"))
+        self._ready.keep(self._plan_in_library(problem) or self._make_here(problem, self._users_planner, "ahead"))
 
     # ------------------------------------------------------------------ the plan for those who train
 
-    def is_ready(self, failed: frozenset[Worker], seconds: OperationSeconds) -> bool:
-        """Whether :meth:`plan` has its answer at once.
+    def request_plan(self, failed: frozenset[Worker], seconds: OperationSeconds) -> bool:
+        """Requests the plan of :meth:`plan`; returns whether that has it at once.
 
         If not, the plan is being made instead of an earlier one for other workers, and the coordinator is woken when it
         is there.
@@ -413,7 +415,7 @@ class PlanProvider:
         if self._needed_plan is None or self._needed_plan[0] != wanted:
             self._needed_plan = None
             self.background.drop(Urgency.NEEDED)
-            if not self._is_large or self._at_hand(problem) is not None:
+            if not self._is_large or self._plan_at_hand(problem) is not None:
                 return True
             self._needed_plan = wanted, threading.Event()
             self.background.begin(Urgency.NEEDED, self._make_in_need(problem, self._ready, self._needed_plan[1]))
@@ -423,9 +425,9 @@ class PlanProvider:
         """Schedule without ``failed``: made ahead, stored, or at once by the heuristic."""
         problem = self.assumptions.problem(failed, seconds)
         self._needed_plan = None
-        found = self._at_hand(problem)
+        found = self._plan_at_hand(problem)
         if found is None:
-            found = self._make_here(problem, self._quick, "made")
+            found = self._make_here(problem, self._heuristic, "made")
             self._ready.keep(found)
         self.source = found.source
         return found.schedule
@@ -433,18 +435,18 @@ class PlanProvider:
     def choice(self, problem: Problem) -> TechniqueChoice | None:
         return self._ready.choice(problem)
 
-    def _at_hand(self, problem: Problem) -> ReadyPlan | None:
+    def _plan_at_hand(self, problem: Problem) -> ReadyPlan | None:
         """The plan that was made ahead, or is stored."""
         found = self._ready.find(problem)
         if found is None or not _fits_memory(found.schedule, problem):
-            found = self._stored(problem, needed=True)
+            found = self._plan_in_library(problem, needed=True)
             if found is not None:
                 self._ready.keep(found)
         return found
 
     def _make_in_need(self, problem: Problem, ready: ReadyPlans, is_done: threading.Event) -> Job:
         try:
-            ready.keep((yield from self._make(problem, self.assumptions.snapshot(), self._quick, "made")))
+            ready.keep((yield from self._make(problem, self.assumptions.snapshot(), self._heuristic, "made")))
         except Exception:  # the coordinator asks for the plan itself, and sees what is wrong with it
             log.exception("A plan that is needed could not be made")
         is_done.set()
@@ -470,7 +472,7 @@ class PlanProvider:
         choice = None if schedule is None else self.choice(schedule.problem)
         self._ready, self._library = ReadyPlans(self._grid), None
         if schedule is not None:
-            self._keep_better(schedule, choice, is_final=self.planner is self._quick)
+            self._keep_better(schedule, choice, is_final=self.planner is self._heuristic)
 
     def _keep_better(self, schedule: Schedule, choice: TechniqueChoice | None, is_final: bool) -> None:
         self._ready.keep(ReadyPlan(schedule, schedule.problem, "better", is_final, choice))
@@ -522,7 +524,7 @@ class PlanProvider:
         known = ready.find(problem)
         if known is not None and not is_running and known.is_final and known.serves(problem):
             return
-        found = self._stored(problem)
+        found = self._plan_in_library(problem)
         if found is None or not found.is_final:
             computed = yield from self._make_or_none(problem, assumed, "better" if is_running else "ahead")
             found = computed or found
@@ -536,7 +538,7 @@ class PlanProvider:
     def _make_or_none(
         self, problem: Problem, assumed: Assumptions, source: str
     ) -> Generator[Any, Any, ReadyPlan | None]:
-        for planner in (self.planner,) if self.planner is self._quick else (self.planner, self._quick):
+        for planner in (self.planner,) if self.planner is self._heuristic else (self.planner, self._heuristic):
             try:
                 return (yield from self._make(problem, assumed, planner, source))
             except Exception as error:  # of a user's planner, too
@@ -546,7 +548,7 @@ class PlanProvider:
 
     # ------------------------------------------------------------------ one plan
 
-    def _stored(self, problem: Problem, *, needed: bool = False) -> ReadyPlan | None:
+    def _plan_in_library(self, problem: Problem, *, needed: bool = False) -> ReadyPlan | None:
         """The plan in the library; ``needed``: workers wait for it."""
         library = self._library  # another thread may take it away meanwhile
         if library is None:
@@ -557,7 +559,7 @@ class PlanProvider:
             level = logging.WARNING if needed else logging.INFO
             log.log(level, "The plan library has none for %s: %s.", failed, library.miss(problem))
             return None
-        is_final = stored.gap <= _AS_GOOD or library.has(problem)
+        is_final = stored.gap <= _GOOD_ENOUGH_GAP or library.has(problem)
         return ReadyPlan(stored.schedule, stored.schedule.problem, "library", is_final)
 
     def _make_here(self, problem: Problem, planner: Planner, source: str) -> ReadyPlan:
@@ -587,10 +589,10 @@ class PlanProvider:
         (result, choice), library = answer, self._library
         if result.warning is not None:
             log.warning("%s", result.warning)
-        if library is not None and planner is self._chosen:
+        if library is not None and planner is self._users_planner:
             try:
                 stored = library.get(problem)
-                if stored is None or result.schedule.period < stored.period * (1 - _AS_GOOD):
+                if stored is None or result.schedule.period < stored.period * (1 - _GOOD_ENOUGH_GAP):
                     library.put(result)
             except PlanningError as error:  # the plan is good, whether it can be stored or not
                 log.warning("%s", error)
@@ -598,7 +600,7 @@ class PlanProvider:
         return ReadyPlan(result.schedule, problem, source, is_final, choice, result.seconds, result.backend)
 
     def close(self) -> None:
-        """The run is over: gives up all plans, and waits until nothing plans on."""
+        """Ends all planning at the end of the run, as :meth:`PlanningQueue.close`."""
         self.background.close()
 
 

@@ -35,7 +35,7 @@ from typing import Any, Literal, TypeAlias
 
 from lightning_recycle.control.plans.assumptions import Measurements, OperationSeconds
 from lightning_recycle.control.plans.drift import DriftMonitor, DriftOptions, DriftQuestion, Proposal
-from lightning_recycle.control.plans.plan_provider import Job, PlanProvider, ReadyPlan, Urgency, newest
+from lightning_recycle.control.plans.plan_provider import Job, PlanProvider, ReadyPlan, Urgency, num_to_keep
 from lightning_recycle.control.protocol.messages import Applied, Cuts, LayerFacts, Measured, Returned
 from lightning_recycle.control.protocol.state import LayoutReady, PlanReady
 from lightning_recycle.errors import PlanningError
@@ -267,7 +267,7 @@ class RunPlans:
 
     ``drift``: when to change the plan for other times of operations; None for never. ``on_profile``: called with the
     profile of the model once all stages have measured. ``wake``: called from another thread when :meth:`better` has
-    something new, or :meth:`is_ready` changes. ``rebalance``: when layers move.
+    something new, or :meth:`request_plan` changes. ``rebalance``: when layers move.
 
     Attributes:
         schedules: the newest schedules that were run, with the times measured in them.
@@ -300,10 +300,10 @@ class RunPlans:
 
     # ------------------------------------------------------------------ what all run
 
-    def is_ready(self, failed: frozenset[Worker], joining: Iterable[Worker]) -> bool:
-        """Whether :meth:`plan_generation` has its schedule; if not, it is being made."""
+    def request_plan(self, failed: frozenset[Worker], joining: Iterable[Worker]) -> bool:
+        """Requests the schedule of :meth:`plan_generation`; returns whether it is there."""
         self._provider.assumptions.forget(joining)
-        return self._provider.is_ready(failed, self.operation_seconds)
+        return self._provider.request_plan(failed, self.operation_seconds)
 
     def plan_generation(self, failed: frozenset[Worker], joining: Iterable[Worker], step: int) -> Schedule:
         self._retime_newest()
@@ -324,7 +324,7 @@ class RunPlans:
         self.number += 1
         self.measurements.begin(schedule)
         self.schedules.append(schedule)
-        del self.schedules[: -newest(self.schedules)]
+        del self.schedules[: -num_to_keep(self.schedules)]
         self._steps = 0
         if self._drift is not None:
             self._drift.begin(schedule, step, self._provider.assumptions.communication)

@@ -160,7 +160,10 @@ class MessageRecord:
 
 
 class Interrupted(Exception):
-    """A new generation was announced: stop and regroup."""
+    """Ends a wait or an attempt: a new generation was announced, so stop and regroup.
+
+    Also: the sender of a parcel was lost, a lookup was cancelled, or the run has ended.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,12 +178,12 @@ class Go:
 class Hold:
     """All stop at a step boundary: the step may not begin yet; send ``replies``.
 
-    The roster, the layout, or a plan that needs other connections is about to change. ``place``: ask again when
+    The roster, the layout, or a plan that needs other connections is about to change. ``pause``: ask again when
     :attr:`Member.pause` differs from it.
     """
 
     replies: tuple[Any, ...]
-    place: tuple[int, int | None]
+    pause: tuple[int, int | None]
 
 
 Message: TypeAlias = Any
@@ -190,8 +193,8 @@ Message: TypeAlias = Any
 class Member:
     """Protocol state of one worker process.
 
-    ``joining``: the training may have begun without it; it is alone until it enters. ``returns``: whether it keeps the
-    messages that it must repeat to a new coordinator.
+    ``joining``: the training may have begun without this worker, which is alone until it enters.
+    ``survives_coordinator_loss``: whether messages are kept that must be repeated to a new coordinator.
 
     Attributes:
         generation: that it has entered; -1 before the first. ``roster``: of that one; ``leader``: as of it, or of a
@@ -203,14 +206,14 @@ class Member:
             the program.
         begun: the newest step that it has begun.
         next_collective: the number of its next control collective.
-        hooks: how often it has run collectives of its position in hooks.
+        hook_count: how often it has run collectives of its position in hooks.
         in_hook: whether its siblings may be in a hook with it, in the connected generation.
         assignment: the position of a worker started by hand; ``unfit``: why it gets none.
         confirmed_query: the number of the newest answered
             :class:`~lightning_recycle.control.protocol.messages.MembershipQuery`.
     """
 
-    def __init__(self, rank: int, joining: bool = False, returns: bool = True) -> None:
+    def __init__(self, rank: int, joining: bool = False, survives_coordinator_loss: bool = True) -> None:
         self.rank = rank
         self.joining = joining
         self.generation = -1
@@ -222,13 +225,13 @@ class Member:
         self.saves = messages.SaveStatus()
         self.begun = -1
         self.next_collective = 0
-        self.hooks = 0
+        self.hook_count = 0
         self.in_hook = False
         self.assignment: messages.Assign | None = None
         self.unfit: messages.Unfit | None = None
         self.confirmed_query = -1
         self.plans: list[messages.Boundary] = []  # of this generation, not begun yet
-        self._message_record = MessageRecord() if returns else None
+        self._message_record = MessageRecord() if survives_coordinator_loss else None
         self._announcement: messages.Regroup | None = None
         self._resume: messages.Resume | None = None
         self._hook: messages.HookEntered | None = None
@@ -242,7 +245,7 @@ class Member:
         self._boundary: int | None = None
         self._reached_boundary: tuple[int, int] | None = None  # generation and step of the boundary that it has reached
         self._newest_stop_point = -1  # at which it went on
-        self._asked_stop_point = -1  # the newest stop point at which it has to say whether it goes on
+        self._unanswered_stop_point = -1  # the newest one at which others wait for its answer whether it goes on
         self._verdicts: dict[int, messages.StopVerdict] = {}
 
     # ------------------------------------------------------------------ what the coordinator says
@@ -290,12 +293,12 @@ class Member:
             case messages.MembershipConfirmed():
                 self.confirmed_query = max(self.confirmed_query, message.number)
             case messages.HookEntered():
-                if (message.generation, message.number) == (self.generation, self.hooks):
+                if (message.generation, message.number) == (self.generation, self.hook_count):
                     self._hook, self.in_hook = message, True
             case messages.Judged():
                 self._judged = message
             case messages.StopRequested():
-                self._asked_stop_point = max(self._asked_stop_point, message.point)
+                self._unanswered_stop_point = max(self._unanswered_stop_point, message.point)
                 return self._answer_stop_request()
             case messages.StopVerdict():
                 self._verdicts[message.point] = message
@@ -350,7 +353,7 @@ class Member:
         yield "a pause is of a generation that was announced", self._paused_generation <= newest
         yield "plans follow each other", all(a.step <= b.step for a, b in pairwise(self.plans))
         yield "plans are of the generation", all(plan.generation == self.generation for plan in self.plans)
-        yield "a stop point that was passed is answered", not 0 <= self._asked_stop_point <= self._newest_stop_point
+        yield "a passed stop point is answered", not 0 <= self._unanswered_stop_point <= self._newest_stop_point
         yield "who is in a hook was let in", not self.in_hook or self._hook is not None
         yield "published keys are of the generation", self.generation >= 0 or not self._published
         if self._message_record is not None:
@@ -459,11 +462,11 @@ class Member:
         if found is not None:
             self._losses = {other: value for other, value in self._losses.items() if other >= step}
             self.counters = found.counters
-            self._learn(found.saves)
+            self._adopt_save_status(found.saves)
         return found
 
-    def _learn(self, saves: messages.SaveStatus) -> None:
-        """Takes in a status of saves; a restarted coordinator may not know the newest."""
+    def _adopt_save_status(self, saves: messages.SaveStatus) -> None:
+        """Adopts ``saves``; a restarted coordinator may not know the newest batch."""
         if saves.batch < self.saves.batch:
             saves = replace(self.saves, holders=saves.holders, generation=saves.generation)
         self.saves = saves
@@ -472,12 +475,13 @@ class Member:
 
     def reach_hook(self) -> messages.Reached:
         """Message that it is about to run a hook's collectives in this generation."""
-        return messages.Reached(self.rank, self.generation, messages.Milestone.IN_HOOK, self.hooks)
+        return messages.Reached(self.rank, self.generation, messages.Milestone.IN_HOOK, self.hook_count)
 
-    def enter_hook(self) -> bool:
-        """Whether all siblings have reached the hook; if so, it counts as run."""
-        entered = self._hook is not None and (self._hook.generation, self._hook.number) == (self.generation, self.hooks)
-        self.hooks += entered
+    def try_enter_hook(self) -> bool:
+        """Enters the hook if all siblings have reached it; returns whether they have."""
+        hook = self._hook
+        entered = hook is not None and (hook.generation, hook.number) == (self.generation, self.hook_count)
+        self.hook_count += entered
         return entered
 
     # ------------------------------------------------------------------ stopping early
@@ -488,9 +492,9 @@ class Member:
         return self._answer_stop_request()
 
     def _answer_stop_request(self) -> tuple[Message, ...]:
-        if not 0 <= self._asked_stop_point <= self._newest_stop_point:
+        if not 0 <= self._unanswered_stop_point <= self._newest_stop_point:
             return ()
-        point, self._asked_stop_point = self._asked_stop_point, -1
+        point, self._unanswered_stop_point = self._unanswered_stop_point, -1
         return (messages.StopWish(self.rank, point, False),)
 
     def request_stop(self, point: int) -> messages.StopWish:
@@ -528,6 +532,6 @@ class Member:
         found = self._answers.pop(number, None)
         if found is not None:
             self.leader = found.leader
-            self._learn(found.saves)
+            self._adopt_save_status(found.saves)
             self.next_collective = max(self.next_collective, number + 1)
         return found

@@ -43,6 +43,10 @@ FINITE = "finite"
 IS_FINITE, NOT_FINITE = b"finite", b"not finite"
 
 
+RECOVER = "RECOVER"
+"""The kind of a worker's own work during a recovery, beside those of the operations of a schedule."""
+
+
 OUTSIDE = -1
 """The step of what is raised outside of steps: its operation names the code, and any step may meet it."""
 
@@ -72,14 +76,17 @@ def _to_worker(kind: type[_T]) -> type[_T]:
 
 
 class StepState(Enum):
-    """State of a worker in a step, and the acts of that worker which change it.
+    """State of a worker in a step, as :meth:`WorkerStatus.state_in` derives it.
+
+    Acts of that worker change it:
 
     - RUNNING: REDUCE, `Adopt` (if it lacks the gradient): REDUCED; `Take`: RUNNING in the committed step
     - REDUCED: STEP with `StepLoss` (and `Committed`, if stages commit), `Apply`: APPLIED; STEP without the `Committed`
-      that it needs: SPECULATIVE; `Forget`, `enter` a generation that drops the step: RUNNING
+      that it needs: SPECULATIVE; `Forget`, or `forget_gradient` at the start of a recovery, if its generation drops the
+      step or its own checks are open (`leaves_open`): RUNNING
     - SPECULATIVE: `confirm` with a `Committed` that allows the step, `Confirm`: APPLIED; `undo`, if it does not: the
       same, and `Confirm` of the next generation makes STEP again
-    - APPLIED: `begin` the next step: RUNNING there; `Serve`, from the shadow: the same
+    - APPLIED: at once RUNNING in the next step; `Serve`, from the shadow: the same
     """
 
     RUNNING = "it does not yet hold its stage's complete gradient; what it has computed may be dropped"

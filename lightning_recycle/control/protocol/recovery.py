@@ -284,8 +284,10 @@ class StepPart:
     Attributes:
         computes_weights: whether it runs W. A worker that is done runs only F and B, unless a member of its position is
             not done: then it computes weight gradients for that member's collectives, and drops them.
+        reduces: whether it runs REDUCE; a worker that is done has the sum.
         buffer_step: the step whose gradient buffers it writes to. There are two sets, for even and odd steps: a
             finished result must not change, so a worker that is done writes to the other set.
+        applies: whether it runs STEP; not if it has applied the step already.
         awaits_peers: whether it waits for its peers at the beginning. They do not depend on a worker without
             micro-batches and could get two steps ahead of it; if its link was cut in the last reduction, it could not
             catch up once its peers are gone.

@@ -505,12 +505,15 @@ class SaveState(_Updatable):
 
 
 class Standing(Enum):
-    """State of a rank for the coordinator, and the events that change it.
+    """State of a rank, as :meth:`MembershipState.standing` derives it.
+
+    Events change it:
 
     - AWAITED: `Joined`: LIVE; `Returned`: LIVE or JOINING, as before the restart; `StartDue` (each stage has enough
       others), `Lost`: VACANT
     - LIVE: `Lost` (its own or a sibling's): BARRED if a member of its position was dismissed twice, else VACANT;
-      `Leave` (its own or a sibling's), then `Reached` AT_BOUNDARY of the last live rank: VACANT; `Restart`: AWAITED
+      `Leave` (its own or a sibling's), then `Reached` AT_BOUNDARY of the last live rank: VACANT, but LIVE in the last
+      position with the state of its stage; `Restart`: AWAITED
     - JOINING: `Reached` ENTERED, or `Report` of the last live rank (its own has a version): LIVE; else as LIVE
     - READY: `Reached` AT_BOUNDARY of the last live rank: JOINING, with its whole position; `Lost`, `Restart`: VACANT
     - BARRED: none
