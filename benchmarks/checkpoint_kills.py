@@ -192,7 +192,7 @@ class KillsWriters(L.Callback):
         deadline = time.monotonic() + START_SECONDS
         while len(strategy.live_workers) < strategy.grid.num_workers and time.monotonic() < deadline:
             client = strategy.session.client
-            if client.interrupted or client.member.is_paused:
+            if client.is_interrupted or client.member.is_paused:
                 break
             time.sleep(0.005)
 

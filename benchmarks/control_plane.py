@@ -104,7 +104,7 @@ class FakeWorker:
             self.say(question)
 
     def end_connecting(self) -> None:
-        if self.connected < self.member.generation and all(map(self.member.published, self.wanted)):
+        if self.connected < self.member.generation and all(map(self.member.published_value, self.wanted)):
             self.connected = self.member.generation
             self.say(messages.Reached(self.rank, self.connected, messages.Milestone.CONNECTED))
             self.begin_step()
@@ -189,7 +189,7 @@ def _serve(grid: Grid, count: int, address: tuple[str, int], commands: Connectio
 
 
 def _resumed(worker: FakeWorker) -> int:
-    return worker.member.generation if worker.member.resumed() is not None else -1
+    return worker.member.generation if worker.member.resume_message() is not None else -1
 
 
 class _Crowd:

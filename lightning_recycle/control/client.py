@@ -198,18 +198,18 @@ class ControlClient(ActivityRecorder):
         return str(self._identity["node"])
 
     @property
-    def joining(self) -> bool:
+    def is_joining(self) -> bool:
         """Whether this worker has yet to enter a training that may have begun."""
-        return self.member.joining
+        return self.member.is_joining
 
     @property
     def generation(self) -> int:
         return self.member.generation
 
     @property
-    def interrupted(self) -> bool:
+    def is_interrupted(self) -> bool:
         """Whether a newer generation than the entered one is announced."""
-        return self.member.interrupted
+        return self.member.is_interrupted
 
     @property
     def local_host(self) -> str:
@@ -266,8 +266,8 @@ class ControlClient(ActivityRecorder):
     def wait_to_enter(self) -> None:
         """Reports that this worker is set up, and waits until it may enter."""
         self.send(messages.Ready(self.rank))
-        self._wait(lambda: self.interrupted or None, "a step boundary to enter at")
-        self.member.joining = False
+        self._wait(lambda: self.is_interrupted or None, "a step boundary to enter at")
+        self.member.is_joining = False
 
     def request_leave(self, with_run: bool = False) -> None:
         """Asks to leave at the next step boundary; callable from a signal handler.
@@ -321,7 +321,7 @@ class ControlClient(ActivityRecorder):
 
     def await_announcement(self, timeout: float | None) -> None:
         """Waits for a newer generation; raises ControlPlaneError after ``timeout`` s."""
-        self._wait(lambda: self.interrupted or None, "a new generation", timeout=timeout)
+        self._wait(lambda: self.is_interrupted or None, "a new generation", timeout=timeout)
 
     def await_verdict(self, step: int, operation: str, error: Exception, exact: bool, sticky: bool) -> bool:
         """Reports a suspected exception and waits; whether it is the user's own.
@@ -330,8 +330,8 @@ class ControlClient(ActivityRecorder):
         as in :class:`~lightning_recycle.control.protocol.messages.Raised`.
         """
         summary, text = describe_error(error)
-        self.send(self.member.raised(step, operation, summary, text, exact, sticky))
-        return self._wait(self.member.judged, "a verdict on its exception").own
+        self.send(self.member.report_exception(step, operation, summary, text, exact, sticky))
+        return self._wait(self.member.exception_verdict, "a verdict on its exception").own
 
     def report_and_wait(self, status: WorkerStatus, payload: Any = None, cuts: messages.Cuts = ()) -> messages.Resume:
         """Reports for the entered generation; waits for the decision on how all go on.
@@ -340,7 +340,7 @@ class ControlClient(ActivityRecorder):
         when a newer generation was announced meanwhile.
         """
         self.send(self.member.report(status, pack(payload), cuts))
-        return self._wait(self.member.resumed, "the others to report", interruptible=True)
+        return self._wait(self.member.resume_message, "the others to report", interruptible=True)
 
     def commit(self, step: int, payload: Any) -> dict[int, Any]:
         """Contributes to the commit of ``step``, and waits; returns payloads by column.
@@ -354,13 +354,13 @@ class ControlClient(ActivityRecorder):
         """As :meth:`commit`, without waiting; ``speculative``: does not wait later either."""
         self.send(self.member.commit(step, pack(payload), speculative))
 
-    def committed(self, step: int) -> messages.Committed | None:
+    def commit_answer(self, step: int) -> messages.Committed | None:
         """The answer that every live worker has contributed to ``step``; None before."""
-        return self.member.committed(step)
+        return self.member.commit_answer(step)
 
     def await_committed(self, step: int) -> messages.Committed:
-        """Waits for :meth:`committed`; raises Interrupted at a new generation before it."""
-        return self._wait(lambda: self.member.committed(step), "the commit", interruptible=True)
+        """Waits for :meth:`commit_answer`; raises Interrupted at a new generation."""
+        return self._wait(lambda: self.member.commit_answer(step), "the commit", interruptible=True)
 
     def undo(self, step: int, timeout: float) -> NoReturn:
         """Reports a wrong speculation in ``step``; raises Interrupted when it is dropped."""
@@ -393,12 +393,12 @@ class ControlClient(ActivityRecorder):
         Raises Interrupted when ``cancelled`` is set, or a newer generation was announced before all came.
         """
         with self._changed:
-            question = None if self.interrupted or cancelled.is_set() else self.member.look_up(keys)
+            question = None if self.is_interrupted or cancelled.is_set() else self.member.look_up(keys)
         if question is not None:
             self.send(question)
         with self._changed:
-            while None in (found := [self.member.published(key) for key in keys]):
-                if self.interrupted or self._is_over or cancelled.is_set():
+            while None in (found := [self.member.published_value(key) for key in keys]):
+                if self.is_interrupted or self._is_over or cancelled.is_set():
                     raise Interrupted
                 self._changed.wait(_POLL_SECONDS)
         return [value for value in found if value is not None]
@@ -408,7 +408,7 @@ class ControlClient(ActivityRecorder):
 
         Hides failures of others: a regroup that is announced meanwhile is carried out here.
         """
-        if self.joining:
+        if self.is_joining:
             return {self.rank: payload}
         arrival = self.member.arrive(name, pack(payload))
         self.send(arrival)
@@ -513,7 +513,7 @@ class ControlClient(ActivityRecorder):
         self._is_in_hook = False
         with self.busy(what):
             while not (is_done() or self._is_over):
-                if self.interrupted and self.regroup is not None:
+                if self.is_interrupted and self.regroup is not None:
                     with contextlib.suppress(_RunIsOver):
                         self.regroup()
                 with self._changed:
@@ -572,7 +572,7 @@ class ControlClient(ActivityRecorder):
                     return found
                 if self._is_over:
                     raise _RunIsOver
-                if interruptible and self.interrupted:
+                if interruptible and self.is_interrupted:
                     raise Interrupted
                 # The time without a coordinator does not count.
                 deadline = None if timeout is None else max(began, self._reconnected_at) + timeout
@@ -708,7 +708,7 @@ class ControlClient(ActivityRecorder):
         if assigned is None or enrolled is None:
             return self._hello  # a spare holds nothing
         wants = self._hello.wants
-        return self.member.returned(
+        return self.member.report_return(
             **self._identity,
             run=enrolled.run,
             incarnation=assigned.incarnation,

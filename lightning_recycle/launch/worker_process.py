@@ -153,7 +153,7 @@ def crashes_reported(client: ControlClient, shows: bool = False) -> Any:
     except BaseException as error:
         with readers_may_die():  # otherwise the process could end without a word
             # A worker that has not entered yet cannot end the run: no member has met this error.
-            fault = isinstance(error, (InjectedFaultError, ControlPlaneError)) or client.joining
+            fault = isinstance(error, (InjectedFaultError, ControlPlaneError)) or client.is_joining
             summary, text = describe_error(error, worker_payload.from_users_code(error))
             if isinstance(error, KeyboardInterrupt):
                 text = ""  # where a signal found it is no fault of that code

@@ -31,7 +31,7 @@ from lightning_recycle.model.layers import (
     split_name,
     tie,
 )
-from lightning_recycle.model.recorded_module import BatchPlace, RecordedModule, call_at, call_here
+from lightning_recycle.model.recorded_module import BatchIndices, RecordedModule, call_at, call_here
 from lightning_recycle.randomness import generator_states, set_generator_states
 from lightning_recycle.torch_internals import modules_of
 
@@ -154,37 +154,37 @@ class PipelineModule(RecordedModule):
     @override
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """The step on one device; the strategy runs its schedule instead."""
-        place = BatchPlace(batch_idx)
-        inputs, target = call_at(place, self.split_batch, batch)
+        indices = BatchIndices(batch_idx)
+        inputs, target = call_at(indices, self.split_batch, batch)
         output = self(*inputs) if isinstance(inputs, tuple) else self(inputs)
-        loss: Tensor = call_at(place, self.loss, output, target)
+        loss: Tensor = call_at(indices, self.loss, output, target)
         if is_overridden("on_training_output", self, PipelineModule):
             with torch.no_grad():
-                call_at(place, self.on_training_output, _detached(output), target)
-        call_at(place, self.on_training_loss, loss.detach())
+                call_at(indices, self.on_training_output, _detached(output), target)
+        call_at(indices, self.on_training_loss, loss.detach())
         return loss
 
     @override
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Validation on one device; the strategy runs its schedule instead."""
-        self._evaluate(BatchPlace(batch_idx, dataloader_idx), batch, self.on_validation_output)
+        self._evaluate(BatchIndices(batch_idx, dataloader_idx), batch, self.on_validation_output)
 
     @override
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """A test on one device; the strategy runs its schedule instead."""
-        self._evaluate(BatchPlace(batch_idx, dataloader_idx), batch, self.on_test_output)
+        self._evaluate(BatchIndices(batch_idx, dataloader_idx), batch, self.on_test_output)
 
     @override
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         """Prediction on one device; the strategy runs its schedule instead."""
-        place = BatchPlace(batch_idx, dataloader_idx)
-        inputs = call_at(place, self.predict_input, batch)
+        indices = BatchIndices(batch_idx, dataloader_idx)
+        inputs = call_at(indices, self.predict_input, batch)
         output = self(*inputs) if isinstance(inputs, tuple) else self(inputs)
-        return call_at(place, self.on_predict_output, output)
+        return call_at(indices, self.on_predict_output, output)
 
-    def _evaluate(self, place: BatchPlace, batch: Any, hook: Callable[..., None]) -> None:
-        inputs, target = call_at(place, self.split_batch, batch)
-        call_at(place, hook, self(*inputs) if isinstance(inputs, tuple) else self(inputs), target)
+    def _evaluate(self, indices: BatchIndices, batch: Any, hook: Callable[..., None]) -> None:
+        inputs, target = call_at(indices, self.split_batch, batch)
+        call_at(indices, hook, self(*inputs) if isinstance(inputs, tuple) else self(inputs), target)
 
     # ------------------------------------------------------------------ layers
 

@@ -26,7 +26,7 @@ from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.chains import seeing_one_stage
 from lightning_recycle.model.layers import AbsentLayer, Tie, layer_ranges, set_weights, split_name, ties_between_stages
 from lightning_recycle.model.module import PipelineModule
-from lightning_recycle.model.recorded_module import BatchPlace, RecordedStep, StepRecorder, call_at
+from lightning_recycle.model.recorded_module import BatchIndices, RecordedStep, StepRecorder, call_at
 from lightning_recycle.planning.planner import Partition
 
 Run: TypeAlias = Literal["training", "evaluation", "forward"]
@@ -217,7 +217,7 @@ _REPLACED_STEPS = {  # method of a PipelineModule -> what to override instead
 @dataclass(frozen=True)
 class _StepTarget:
     value: Any
-    place: BatchPlace
+    indices: BatchIndices
 
 
 _LOSS_REMEDY = (
@@ -344,16 +344,16 @@ class LayerParts(ModelParts):
 
     @override
     def split(self, batch: Any, index: int) -> tuple[Any, Any]:
-        place = BatchPlace(index)
-        inputs, target = call_at(place, self.module.split_batch, batch)
-        return inputs, _StepTarget(target, place)
+        indices = BatchIndices(index)
+        inputs, target = call_at(indices, self.module.split_batch, batch)
+        return inputs, _StepTarget(target, indices)
 
     @override
     def loss(self, output: Any, target: _StepTarget) -> Tensor:
         module = self.module
         name = f"{type(module).__name__}.loss()"
         with seeing_one_stage(module.layers, name, _LOSS_REMEDY, next(module.parameters())):
-            return call_at(target.place, module.loss, output, target.value)  # type: ignore[no-any-return]
+            return call_at(target.indices, module.loss, output, target.value)  # type: ignore[no-any-return]
 
     @property
     @override
@@ -363,29 +363,29 @@ class LayerParts(ModelParts):
     @override
     def record_training(self, recorder: StepRecorder, output: Any, target: _StepTarget, samples: int) -> bytes:
         hook = self.module.on_training_output
-        return recorder.record(call_at, target.place, hook, output, target.value, samples=samples)
+        return recorder.record(call_at, target.indices, hook, output, target.value, samples=samples)
 
     @override
     def on_loss(self, loss: Tensor, index: int) -> None:
-        call_at(BatchPlace(index), self.module.on_training_loss, loss)
+        call_at(BatchIndices(index), self.module.on_training_loss, loss)
 
     @override
     def begin_evaluation(
         self, kind: str, arguments: tuple[Any, ...]
     ) -> tuple[Callable[[Any], tuple[Any, Any]], Callable[[StepRecorder, Any, Any, int], bytes]]:
-        module, place = self.module, BatchPlace(*arguments)
+        module, indices = self.module, BatchIndices(*arguments)
         if kind == "predict":
             return (
-                lambda batch: (call_at(place, module.predict_input, batch), None),
+                lambda batch: (call_at(indices, module.predict_input, batch), None),
                 lambda recorder, output, _, samples: recorder.record(
-                    call_at, place, module.on_predict_output, output, samples=samples
+                    call_at, indices, module.on_predict_output, output, samples=samples
                 ),
             )
         hook = module.on_validation_output if kind == "validation" else module.on_test_output
         return (
-            lambda batch: call_at(place, module.split_batch, batch),
+            lambda batch: call_at(indices, module.split_batch, batch),
             lambda recorder, output, target, samples: recorder.record(
-                call_at, place, hook, output, target, samples=samples
+                call_at, indices, hook, output, target, samples=samples
             ),
         )
 

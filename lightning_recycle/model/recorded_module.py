@@ -35,37 +35,37 @@ from lightning_recycle.randomness import step_randomness
 from lightning_recycle.torch_internals import tree_leaves
 
 
-class BatchPlace(NamedTuple):
+class BatchIndices(NamedTuple):
     """Index of the batch (or step) in the epoch, and of an evaluation's DataLoader."""
 
     batch_idx: int
     dataloader_idx: int = 0
 
 
-_current_place: ContextVar[BatchPlace | None] = ContextVar("place of the batch", default=None)
+_current_indices: ContextVar[BatchIndices | None] = ContextVar("indices of the batch", default=None)
 
 
-def call_at(place: BatchPlace, hook: Callable[..., Any], *args: Any) -> Any:
-    """Calls ``hook(*args)`` with the fields of ``place`` that its signature names."""
-    token = _current_place.set(place)
+def call_at(indices: BatchIndices, hook: Callable[..., Any], *args: Any) -> Any:
+    """Calls ``hook(*args)`` with the fields of ``indices`` that its signature names."""
+    token = _current_indices.set(indices)
     try:
         return call_here(hook, *args)
     finally:
-        _current_place.reset(token)
+        _current_indices.reset(token)
 
 
 def call_here(hook: Callable[..., Any], *args: Any) -> Any:
     """As :func:`call_at`, for the batch of the hook that calls this, if any."""
-    place = _current_place.get()
-    named = _named_parameters(getattr(hook, "__func__", hook)) if place is not None else ()
-    return hook(*args, **{name: getattr(place, name) for name in named})
+    indices = _current_indices.get()
+    named = _named_parameters(getattr(hook, "__func__", hook)) if indices is not None else ()
+    return hook(*args, **{name: getattr(indices, name) for name in named})
 
 
 @lru_cache(maxsize=256)
 def _named_parameters(function: Callable[..., Any]) -> tuple[str, ...]:
     parameters = inspect.signature(function).parameters
     given_by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return tuple(name for name in BatchPlace._fields if name in parameters and parameters[name].kind in given_by_name)
+    return tuple(name for name in BatchIndices._fields if name in parameters and parameters[name].kind in given_by_name)
 
 
 _LOG_SIGNATURE = inspect.signature(pl.LightningModule.log)

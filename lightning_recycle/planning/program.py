@@ -29,7 +29,7 @@ from lightning_recycle.planning.schedule import Schedule
 _COMPLETING = (OpKind.BACKWARD_WEIGHT, OpKind.BACKWARD)
 _COMPUTING = (OpKind.FORWARD, OpKind.BACKWARD_INPUT, *_COMPLETING)
 _TOLERANCE = 1e-9  # of a time
-_FARTHEST = 8  # places between two workers that check each other: what a worker connects with does not grow
+_FARTHEST = 8  # ranks between two workers that check each other: what a worker connects with does not grow
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +38,13 @@ class WorkerChecks:
 
     Micro-batches have the order of their weight gradients on this worker; if it has fewer than its peers, they repeat.
     ``ranks``: its stage's workers, itself among them. Steps that are a multiple of ``every`` may check any micro-batch,
-    others the ``free`` ones. ``places``: for each micro-batch the number of its operations before the CHECK.
+    others the ``free`` ones. ``operations_before``: for each micro-batch the number of its operations before the CHECK.
     """
 
     ranks: tuple[int, ...]
     every: int
     free: tuple[int, ...]
-    places: tuple[int, ...]
+    operations_before: tuple[int, ...]
 
     @property
     def spacing(self) -> int:
@@ -55,7 +55,7 @@ class WorkerChecks:
         """The micro-batch checked in ``step`` on all workers, or None."""
         if step % self.spacing:
             return None
-        candidates = range(len(self.places)) if step % self.every == 0 else self.free
+        candidates = range(len(self.operations_before)) if step % self.every == 0 else self.free
         digest = hashlib.blake2b(step.to_bytes(8, "little"), digest_size=8).digest()
         return candidates[int.from_bytes(digest, "little") % len(candidates)]
 
@@ -68,14 +68,14 @@ class WorkerChecks:
 class StageChecks:
     """The checks of one stage.
 
-    Steps that are a multiple of ``every`` may check any micro-batch. ``places``: for each worker and micro-batch the
-    number of operations before its CHECK. ``costs``: seconds by which each micro-batch's CHECKs lengthen a step at
-    most; 0 if all are in idle times.
+    Steps that are a multiple of ``every`` may check any micro-batch. ``operations_before``: for each worker and
+    micro-batch the number of operations before its CHECK. ``costs``: seconds by which each micro-batch's CHECKs
+    lengthen a step at most; 0 if all are in idle times.
     """
 
     ranks: tuple[int, ...]
     every: int
-    places: Mapping[Worker, tuple[int, ...]]
+    operations_before: Mapping[Worker, tuple[int, ...]]
     costs: tuple[float, ...]
 
     @property
@@ -84,7 +84,7 @@ class StageChecks:
         return tuple(number for number, costs in enumerate(self.costs) if costs <= _TOLERANCE)
 
     def of(self, worker: Worker) -> WorkerChecks:
-        return WorkerChecks(self.ranks, self.every, self.free, self.places[worker])
+        return WorkerChecks(self.ranks, self.every, self.free, self.operations_before[worker])
 
 
 def plan_checks(schedule: Schedule, share: float) -> dict[int, StageChecks]:
@@ -114,17 +114,17 @@ def plan_checks(schedule: Schedule, share: float) -> dict[int, StageChecks]:
         count = max(map(len, completed))
         ready = list(accumulate((max(row[k % len(row)] for row in completed) for k in range(count)), max))
         seconds = max(_duration(operations) for operations in programs.values())
-        places = {
-            worker: _places(operations, ready, seconds, operations[0].start + schedule.period if staggered else barrier)
+        planned = {
+            worker: _checks(operations, ready, seconds, operations[0].start + schedule.period if staggered else barrier)
             for worker, operations in programs.items()
         }
         costs = []
-        for each in zip(*places.values(), strict=True):
-            waited = max(0.0, max(place.end for place in each) - last_moment)
-            costs.append(max(waited, 0.0 if all(place.fits for place in each) else seconds))
+        for each in zip(*planned.values(), strict=True):
+            waited = max(0.0, max(check.end for check in each) - last_moment)
+            costs.append(max(waited, 0.0 if all(check.fits for check in each) else seconds))
         ranks = tuple(sorted(schedule.grid.rank(worker) for worker in workers))
         by_stage[stage] = StageChecks(
-            ranks, 1, {worker: tuple(place.before for place in row) for worker, row in places.items()}, tuple(costs)
+            ranks, 1, {worker: tuple(c.operations_before for c in row) for worker, row in planned.items()}, tuple(costs)
         )
     # In the same steps, whose checks then delay the same next step.
     dearest = max((max(checks.costs) for checks in by_stage.values()), default=0.0)
@@ -141,9 +141,9 @@ def partners(ranks: Sequence[int], rank: int, turn: int) -> tuple[int, int]:
     After ``len(ranks) - 1`` checks every worker has been checked by every other one, or with many after 8 by the 8
     before it.
     """
-    place, count = ranks.index(rank), len(ranks)
+    index, count = ranks.index(rank), len(ranks)
     distance = 1 + turn % min(count - 1, _FARTHEST)
-    return ranks[(place + distance) % count], ranks[(place - distance) % count]
+    return ranks[(index + distance) % count], ranks[(index - distance) % count]
 
 
 def peers_to_connect(schedule: Schedule, worker: Worker) -> frozenset[Worker]:
@@ -151,8 +151,8 @@ def peers_to_connect(schedule: Schedule, worker: Worker) -> frozenset[Worker]:
     if isinstance(schedule, CompactSchedule):
         return frozenset()
     peers = [other for other in schedule.live_workers if other.stage == worker.stage]
-    place, most = peers.index(worker), min(len(peers) - 1, _FARTHEST)
-    near = (peers[(place + sign * distance) % len(peers)] for distance in range(1, most + 1) for sign in (1, -1))
+    index, most = peers.index(worker), min(len(peers) - 1, _FARTHEST)
+    near = (peers[(index + sign * distance) % len(peers)] for distance in range(1, most + 1) for sign in (1, -1))
     return frozenset(near) - {worker}
 
 
@@ -174,35 +174,35 @@ def _after_reduce(operations: Sequence[ScheduledOp]) -> float:
     return sum(one.duration for one in operations[operations.index(_reduce(operations)) + 1 :])
 
 
-class _Place(NamedTuple):
-    """Number of operations before a CHECK, whether it fits there, and when it ends."""
+class _Check(NamedTuple):
+    """A planned CHECK: operations before it, whether it fits there, and when it ends."""
 
-    before: int
+    operations_before: int
     fits: bool
     end: float
 
 
-def _places(operations: Sequence[ScheduledOp], ready: Sequence[float], seconds: float, end: float) -> list[_Place]:
-    """The places of CHECKs that begin after ``ready``, which rises.
+def _checks(operations: Sequence[ScheduledOp], ready: Sequence[float], seconds: float, end: float) -> list[_Check]:
+    """The CHECKs that begin after ``ready``, which rises.
 
     ``end``: when the worker goes on after REDUCE, with the next step if no worker waits, else when all are REDUCED.
     """
     reduce = operations.index(_reduce(operations))
     remaining = _after_reduce(operations) if end > operations[-1].end else 0.0
     fits = end - operations[reduce].end - remaining >= seconds - _TOLERANCE
-    places: list[_Place] = []
+    planned: list[_Check] = []
     index = 1
     for earliest in ready:
         while index < reduce:
             begin = max(earliest, operations[index - 1].end)
             if operations[index].start - begin >= seconds - _TOLERANCE:
-                places.append(_Place(index, True, begin + seconds))
+                planned.append(_Check(index, True, begin + seconds))
                 break
             index += 1
         else:
             begin = max(earliest, operations[reduce - 1].end if reduce else 0.0)
-            places.append(_Place(reduce, fits, begin + seconds))
-    return places
+            planned.append(_Check(reduce, fits, begin + seconds))
+    return planned
 
 
 _FEW_PIPELINES = 16

@@ -154,24 +154,24 @@ def norm_of(payloads: Mapping[int, CommitPayload]) -> float:
 class SpeculativeCommits:
     """Speculative steps of a worker, and the reports it knows.
 
-    ``hold``: norm -> whether the step is the same without knowing it. ``speculative``: the newest step is not
+    ``presumes``: norm -> whether the step is the same without knowing it. ``is_unconfirmed``: the newest step is not
     confirmed. ``reports``: by column, for the newest step that all have reported.
     """
 
-    def __init__(self, client: ControlClient, column: int, columns: int, hold: Callable[[float], bool]) -> None:
-        self.speculative = False
+    def __init__(self, client: ControlClient, column: int, columns: int, presumes: Callable[[float], bool]) -> None:
+        self.is_unconfirmed = False
         self.reports: Mapping[int, CommitPayload] = {}
-        self._client, self._column, self._columns, self._hold = client, column, columns, hold
+        self._client, self._column, self._columns, self._presumes = client, column, columns, presumes
         self._reported_in = (-1, -1)  # the generation and the step of the newest report
 
     def is_likely(self, own_payload: CommitPayload) -> bool:
         """Whether a speculation will hold, by earlier reports; one answer in a column."""
         others = {column: payload for column, payload in self.reports.items() if column != self._column}
         enough = len(others) == self._columns - 1
-        return enough and self._hold(_GROWTH * norm_of({**others, self._column: own_payload}))
+        return enough and self._presumes(_GROWTH * norm_of({**others, self._column: own_payload}))
 
     def was_right(self, reports: Mapping[int, CommitPayload]) -> bool:
-        return self._hold(norm_of(reports))
+        return self._presumes(norm_of(reports))
 
     def report(self, step: int, payload: CommitPayload | None, speculative: bool) -> None:
         """Reports ``step`` once in a generation; ``speculative``: without waiting."""
@@ -180,7 +180,7 @@ class SpeculativeCommits:
             self._client.send_commit(step, payload, speculative)
 
     def is_reported(self, step: int) -> bool:
-        return self._client.committed(step) is not None
+        return self._client.commit_answer(step) is not None
 
     def await_reports(self, step: int) -> Mapping[int, CommitPayload]:
         """Waits until all have reported ``step``; Interrupted by a new generation."""

@@ -149,7 +149,7 @@ class Executor:
 
     def _report_broken_link(self, error: CommunicationError) -> None:
         """Reports broken communication to the coordinator and waits for its verdict."""
-        if not self.client.interrupted:
+        if not self.client.is_interrupted:
             log.debug("Worker %s: %s", self.worker, error)
             unreachable = error.ranks if isinstance(error, UnreachableError) else ()
             self.client.send(messages.Broken(self.client.rank, self.client.generation, str(error), unreachable))
@@ -195,7 +195,7 @@ class Executor:
         self.runner.attempt.reads_from = handle.loader
 
         def attempt() -> Mapping[int, tuple[int, dict[int, bytes]]]:
-            if self.client.interrupted:
+            if self.client.is_interrupted:
                 raise Interrupted
             self.runner.attempt.place = (self.version, f"evaluation of batch {handle.index}")
             recorded = self._forwards.run_batch(handle, split, record)
@@ -232,7 +232,7 @@ class Executor:
         place = self.runner.attempt.place
 
         def attempt() -> Mapping[int, tuple[Any] | None]:
-            if self.client.interrupted:
+            if self.client.is_interrupted:
                 raise Interrupted
             self.runner.attempt.place = (self.version, "self(x)")
             self.client.doing(self.version, "self(x)")
@@ -249,7 +249,7 @@ class Executor:
 
     def _await_siblings_in_hook(self) -> bool:
         """Awaits the siblings if a hook's collective comes next; returns whether it does."""
-        if self.runner.attempt.computes or self._is_joining or self.client.joining:
+        if self.runner.attempt.computes or self._is_joining or self.client.is_joining:
             return False
         self.client.enter_hook()
         return True
@@ -325,7 +325,7 @@ class Executor:
         runner.verifier.inspect(resume.inspects, resume.excused)
         if resume.vote is not None:
             runner.verifier.vote(resume.vote)
-        if runner.speculation is not None and runner.speculation.speculative:  # the others have yet to report the step
+        if runner.speculation is not None and runner.speculation.is_unconfirmed:  # others have yet to report the step
             runner.speculation.report(self.version - 1, runner.payload, speculative=True)
         if resume.becomes:
             self._exchange_layers(resume)
@@ -465,7 +465,7 @@ class Forwards:
         }
         recorded: dict[int, bytes] = {}
         for task in forwards:
-            if self.client.interrupted:
+            if self.client.is_interrupted:
                 raise Interrupted
             self.client.doing(version, f"evaluation {task.label}")
             inputs = target = None

@@ -179,7 +179,7 @@ class ManualStepRunner(StepRunner):
     # ------------------------------------------------------------------ what the workers do together
 
     def all_reduce(self, tensor: Tensor) -> None:
-        if self._broken is None and self.client.interrupted:
+        if self._broken is None and self.client.is_interrupted:
             self._broken = Interrupted()
         if self._broken is not None:
             raise self._broken

@@ -243,7 +243,7 @@ class StepRunner:
         forwards_left = [task.op.kind for task in program].count(OpKind.FORWARD)
         member = self.client.member
         for task in program:
-            if member.interrupted:
+            if member.is_interrupted:
                 raise Interrupted
             if self.speculation is not None:
                 self.confirm(waits=False)
@@ -434,7 +434,7 @@ class StepRunner:
             self.reduced = False
             if speculative:
                 assert self.speculation is not None
-                self.speculation.speculative = True
+                self.speculation.is_unconfirmed = True
             else:
                 self.payload = None
             self.attempt.cannot_repeat = True
@@ -468,9 +468,9 @@ class StepRunner:
         was announced, in which a wrong speculation is corrected.
         """
         speculation, step = self.speculation, self.version - 1
-        if speculation is not None and speculation.speculative and (waits or speculation.is_reported(step)):
+        if speculation is not None and speculation.is_unconfirmed and (waits or speculation.is_reported(step)):
             speculation.await_reports(step)
-            speculation.speculative, self.payload = False, None
+            speculation.is_unconfirmed, self.payload = False, None
 
     @property
     def has_shadow(self) -> bool:
@@ -480,12 +480,12 @@ class StepRunner:
     @property
     def is_confirmed(self) -> bool:
         """Whether the parameters are final: no speculation may be corrected."""
-        return self.speculation is None or not self.speculation.speculative
+        return self.speculation is None or not self.speculation.is_unconfirmed
 
     def confirm_in_recovery(self, step: int, reports: Mapping[int, CommitPayload]) -> None:
         """Confirms or corrects speculative ``step``; ``reports``: of all columns."""
         assert self.speculation is not None
-        self.speculation.speculative, self.payload = False, None
+        self.speculation.is_unconfirmed, self.payload = False, None
         if not self.speculation.was_right(reports):
             self._repeat_optimizer_step(step, norm_of(reports))
 

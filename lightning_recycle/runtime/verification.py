@@ -294,7 +294,7 @@ class Verifier:
         self._own_gradients = GradientsApart(self._recompute.parameters)
         self._checked_rank, self._checking_rank = checks.partners(step, self._client.rank)
         self._incoming = self._communicator.post_receive(Channel.ACTIVATIONS, self._checked_rank, self._tag)
-        self.tasks = self._program.tasks_with_check(checks.places[number])
+        self.tasks = self._program.tasks_with_check(checks.operations_before[number])
 
     @property
     def records(self) -> bool:

@@ -226,7 +226,7 @@ class Checkpoints(StageStates):
     @property
     def _is_joining(self) -> bool:
         """Whether this worker is alone, at places where the others have saved already."""
-        return self.collectives.client.joining
+        return self.collectives.client.is_joining
 
     @property
     @override
@@ -311,7 +311,7 @@ class Checkpoints(StageStates):
     @property
     def resumes_mid_epoch(self) -> bool:
         """Whether the run goes on from a checkpoint in an epoch that is not over."""
-        if self.completion is None or self.collectives.client.joining:
+        if self.completion is None or self.collectives.client.is_joining:
             return False
         return boundary_of(self.completion) in (StepBoundary.BATCH, StepBoundary.VALIDATION)
 
@@ -321,7 +321,7 @@ class Checkpoints(StageStates):
         Returns the completion of the checkpoint, if it has one.
         """
         completion, self.completion = self.completion, None
-        if completion is None or self.collectives.client.joining:
+        if completion is None or self.collectives.client.is_joining:
             return None
         self.worker_state.resume(completion, boundary_of(completion), self.context.run.restarts)
         parameters, gradients = parameters_by_name(self.module), completion["gradients"]
@@ -353,7 +353,7 @@ class Checkpoints(StageStates):
 
     def _agree_on_path(self, path: Any) -> Any:
         """The leader's path; workers started by hand may each find another checkpoint."""
-        if self.collectives.client.joining:
+        if self.collectives.client.is_joining:
             return path  # it is alone until it enters, and then has its donor's state
         agreed = self.collectives.broadcast(os.fspath(path))
         if agreed != os.fspath(path):
@@ -375,7 +375,7 @@ class Checkpoints(StageStates):
 
         Not in a joining worker: the others train and cannot exchange parts with it; its donor has a newer one.
         """
-        if self.collectives.client.joining:
+        if self.collectives.client.is_joining:
             return
         pairs = zip(self.module.trainer.optimizers, checkpoint["optimizer_states"], strict=True)
         for index, (optimizer, whole) in enumerate(pairs):
@@ -388,7 +388,7 @@ class Checkpoints(StageStates):
     def _load_sharded(self, path: Any) -> dict[str, Any]:
         """This worker's part of a sharded checkpoint; of sharded tensors its shards."""
         entries = {f"{kind}.{name}": value for kind in _WEIGHTS for name, value in self.module.state_dict().items()}
-        optimizers = [] if self.collectives.client.joining else self.module.trainer.optimizers
+        optimizers = [] if self.collectives.client.is_joining else self.module.trainer.optimizers
         for index in range(len(optimizers)):
             entries |= {f"optimizer_{index}.param_groups": None, f"optimizer_{index}.others": None}
             parameters = parameters_by_name(self.module)

@@ -644,7 +644,7 @@ class CheckpointBatches:
         batch, client = self.batch, self._client
         if batch is not None and batch.copies.are_originals:
             with client.busy("writing a checkpoint"):
-                while not (batch.is_written or client.interrupted):
+                while not (batch.is_written or client.is_interrupted):
                     time.sleep(_LOOK_SECONDS)
             batch.group.is_wanted = batch.is_written
 

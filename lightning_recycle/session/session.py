@@ -125,7 +125,7 @@ class Session:
         try:
             yield
         except Exception as error:
-            if self._steps is not None and not self.client.joining:  # otherwise no member has met it
+            if self._steps is not None and not self.client.is_joining:  # otherwise no member has met it
                 self.executor.judge_error(error)
             raise
 
@@ -144,7 +144,7 @@ class Session:
         So ``is_global_zero`` and ``rank_zero_only`` hold where Lightning asks for ``local_rank`` and ``node_rank``. A
         replacement asks no other worker: it prepares data if its device is the first.
         """
-        if self.client.joining or self.grid.num_workers * self.run.positions.members == 1:
+        if self.client.is_joining or self.grid.num_workers * self.run.positions.members == 1:
             return
         places = self.collectives.gather_all("machines", (self.client.node, self.place.device))
         leader = self.collectives.leader
@@ -189,7 +189,7 @@ class Session:
         _ = trainer.log_dir  # asks all workers; in steps, which use it to save images, the answer is known
         if context.fitting:
             PipelineFitLoop.install(trainer, self.steps)
-        if self.client.joining:
+        if self.client.is_joining:
             trainer.num_sanity_val_steps = 0  # the others are past it
         self.at_fault_point("setup", 0)
 
@@ -335,7 +335,7 @@ class WholeForward:
                 " code. Use the output that the hook gets; call self(x) in a hook that all workers run, such as"
                 " on_train_batch_end or on_validation_epoch_end."
             )
-        if self._collectives.client.joining:
+        if self._collectives.client.is_joining:
             raise UnsupportedFeatureError(ALONE.format(what=f"{name} was called, as in self(x)"))
 
     def _meet(self, inputs: Sequence[Any]) -> int:

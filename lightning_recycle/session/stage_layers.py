@@ -101,7 +101,7 @@ def build_layers(context: WorkerContext, parts: ModelParts) -> None:
         check_optimizers(strategy.optimizers, several=parts.optimizes_itself)
     if context.fitting and stages > 1:
         trains = any(parameter.requires_grad for parameter in module.parameters())
-        check_trained(module, context.collectives.decide(trains, all_agree=False) or context.client.joining)
+        check_trained(module, context.collectives.decide(trains, all_agree=False) or context.client.is_joining)
 
 
 def _check_shapes(module: nn.Module) -> None:
@@ -435,7 +435,7 @@ class StageLayers:
         self._context, self._trainer, self._parts = context, context.trainer, parts
         self._stage = context.worker.stage
         # Not if nothing asks, nor by a worker that joins, whose peers have done it.
-        self._measures = context.options.recovery.rebalance != "never" and not context.client.joining
+        self._measures = context.options.recovery.rebalance != "never" and not context.client.is_joining
         self._steps = 0
         self._meters: dict[int, _LayerMeter] = {}
         self._make_bundle, self._kept_gradients, self._on_change = make_bundle, kept_gradients, on_change

@@ -181,7 +181,7 @@ class TrainingSteps:
         restored = batches.started or self.checkpoints.restored_steps
         self._preemption.take_sigterm()
         self.worker_state.begin_training(self.checkpoints.restored_objects)
-        if self._client.joining:
+        if self._client.is_joining:
             self.executor.join()
         elif restored:
             self.executor.version = restored

@@ -163,7 +163,7 @@ class WorkerCollectives(StageGroup):
     @property
     @override
     def is_leader(self) -> bool:
-        return not self.client.joining and self.rank == self.leader
+        return not self.client.is_joining and self.rank == self.leader
 
     @property
     @override
@@ -270,7 +270,7 @@ class WorkerCollectives(StageGroup):
 
     def by_leader(self, name: str, action: Callable[[], Any]) -> Any:
         """The leader's result of ``action``; UnsupportedFeatureError while joining alone."""
-        if self.client.joining:
+        if self.client.is_joining:
             raise UnsupportedFeatureError(ALONE.format(what=f"It asks the leader for {name}"))
         while True:
             contribution = (action(),) if self.is_leader else None
@@ -285,7 +285,7 @@ class WorkerCollectives(StageGroup):
         Raises UnsupportedFeatureError in a joining worker, which is alone, if there are other columns.
         """
         self.confirm_step()
-        if self.client.joining:
+        if self.client.is_joining:
             if self.positions.columns > 1:
                 raise UnsupportedFeatureError(ALONE.format(what=f"It asks all stages for {name}"))
             return [contribute()]
@@ -301,7 +301,7 @@ def _mesh_of(run: RunSetup, client: ControlClient, trainer: pl.Trainer) -> Posit
     from lightning_recycle.runtime.position_mesh import PositionMesh
 
     member, device_type = run.positions.member(client.rank), trainer.strategy.root_device.type
-    return PositionMesh(run.mesh_sizes, member, device_type, client.joining)
+    return PositionMesh(run.mesh_sizes, member, device_type, client.is_joining)
 
 
 def is_in_step(trainer: pl.Trainer) -> bool:
@@ -410,7 +410,7 @@ class StopRequests:
     def agree(self, place: StopPlace, step: int, after_step: AfterStep) -> None:
         """Sets ``trainer.should_stop`` here as on all other workers."""
         trainer, client = self._trainer, self._client
-        if self.agreed or client.joining:
+        if self.agreed or client.is_joining:
             return
         if after_step is AfterStep.STOP:
             self.agreed = trainer.should_stop = True

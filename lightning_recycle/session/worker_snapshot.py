@@ -199,7 +199,7 @@ class WorkerState:
         trainer, member = self._trainer, self._context.client.member
         # Loaders and the hooks of this batch ask all workers something; the others are past that, and this one answers
         # itself until it has come to the step.
-        member.joining = True
+        member.is_joining = True
         self._large_when_joining = user_graph(trainer).large
         known_paths = self._large_when_joining.keys()
         if any(path.startswith("val loader ") and path not in known_paths for path in snapshot.objects.unchanged_paths):
@@ -237,7 +237,7 @@ class WorkerState:
             cause = f"it does not hold what its peer gave it: {', '.join(names)}"
             client.send(Differs(client.rank, self._executor.version - 1, cause))
             client.resign(cause)
-        client.member.joining = False
+        client.member.is_joining = False
         return snapshot.saves
 
     def _restore_objects(self, snapshot: WorkerSnapshot) -> TrainingParts:

@@ -258,7 +258,7 @@ class Promises:
         losses |= {worker.version - 1 for worker in there if worker.has_state}
         self._summed = [step for step in self._summed if step <= max(losses, default=-1)]
         self._answered = {number for number in self._answered if number <= max(answers, default=-1)}
-        unjudged = (worker.member.returned(**NOBODY).raised for worker in there)
+        unjudged = (worker.member.report_return(**NOBODY).raised for worker in there)
         waiting = {(raised.rank, raised.generation) for raised in unjudged if raised is not None}
         self._raised = [one for one in self._raised if one[4] not in waiting]
         self._judged -= waiting

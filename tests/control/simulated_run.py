@@ -553,8 +553,8 @@ class Run:
         if wait is None or not worker.alive or self.now < worker.frozen or self.now < worker.stuck:
             return
         if isinstance(wait, set):
-            ended = worker.position_is_cut if worker.uncut else worker.interrupted
-            self.met["hook goes on"] += worker.uncut and worker.interrupted and not ended
+            ended = worker.position_is_cut if worker.uncut else worker.is_interrupted
+            self.met["hook goes on"] += worker.uncut and worker.is_interrupted and not ended
             if worker.interruptible and (ended or (wait and self._is_broken(worker, wait))):
                 worker.interruptible = False
                 self._advance(worker, CommunicationError)
@@ -562,7 +562,7 @@ class Run:
                 self._advance(worker, None)
         elif wait():
             self._advance(worker, None)
-        elif worker.interruptible and worker.interrupted:
+        elif worker.interruptible and worker.is_interrupted:
             self._advance(worker, Interrupted)
 
     def _is_broken(self, worker: SimulatedWorker, missing: set[Fact]) -> bool:
@@ -700,7 +700,9 @@ class Run:
 
     def _raised_by(self, rank: int, event: Any) -> messages.Raised:
         """What ``rank`` raised: ``event``, or what it said when it returned."""
-        said = event if isinstance(event, messages.Raised) else self._connections[rank].member.returned(**NOBODY).raised
+        if isinstance(event, messages.Raised):
+            return event
+        said = self._connections[rank].member.report_return(**NOBODY).raised
         assert said is not None
         return said
 
@@ -780,7 +782,7 @@ class Run:
 
     def _returned(self, worker: SimulatedWorker) -> messages.Returned:
         who = {"pid": 0, "node": "", "token": str(worker.process), "space": "", "run": "a run"}
-        return worker.member.returned(**who, joining=worker.joins, incarnation=int(worker.joins))
+        return worker.member.report_return(**who, joining=worker.joins, incarnation=int(worker.joins))
 
     def _return(self, worker: SimulatedWorker, epoch: int) -> None:
         """A worker has found the coordinator."""

@@ -238,7 +238,7 @@ class SimulatedWorker:
             self.fuse -= 1
             if not self.fuse:
                 raise Dies
-        if self.mishap and self.generation >= 0 and not self.member.joining:
+        if self.mishap and self.generation >= 0 and not self.member.is_joining:
             self.mishap -= 1
             if not self.mishap:
                 raise Mishap(self.loses_device)
@@ -266,8 +266,8 @@ class SimulatedWorker:
         return plan_of(self.positions, self.schedule, self.rank)
 
     @property
-    def interrupted(self) -> bool:
-        return self.member.interrupted
+    def is_interrupted(self) -> bool:
+        return self.member.is_interrupted
 
     def receive(self, message: Any) -> None:
         """The receiver thread."""
@@ -285,14 +285,14 @@ class SimulatedWorker:
         """Waits for the coordinator's answer."""
         if ready():
             return
-        if interruptible and self.interrupted:
+        if interruptible and self.is_interrupted:
             raise Interrupted
         self.interruptible = interruptible
         yield ready
 
     def exchange(self, what: str, step: int, ranks: Iterable[int]) -> Waits:
         """Waits until all of ``ranks`` have given it."""
-        if self.interrupted:
+        if self.is_interrupted:
             raise CommunicationError
         keys = ((self.generation, what, step, rank) for rank in ranks)
         missing = {key for key in keys if not self.network.has(self, key)}
@@ -314,26 +314,26 @@ class SimulatedWorker:
 
     def settle(self, place: tuple[int, str], error: Mishap, exact: bool) -> Waits:
         """Returns if it is to do the same again: ControlClient.await_verdict, and what follows."""
-        self.network.send(self, self.member.raised(*place, "OSError", "", exact, error.sticky))
-        yield from self.wait(lambda: self.member.judged() is not None, interruptible=False)
-        judged = self.member.judged()
+        self.network.send(self, self.member.report_exception(*place, "OSError", "", exact, error.sticky))
+        yield from self.wait(lambda: self.member.exception_verdict() is not None, interruptible=False)
+        judged = self.member.exception_verdict()
         assert judged is not None
         if judged.own:
             self.network.send(self, messages.Crash(self.rank, False, "OSError", None, ""))
             raise Dies
-        yield from self.wait(lambda: self.interrupted, interruptible=False)
+        yield from self.wait(lambda: self.is_interrupted, interruptible=False)
 
     def life(self) -> Waits:
         if self.joins:
             yield self.network.delay() * 10  # imports and set-up
             self.send(messages.Ready(self.rank))
-            yield from self.wait(lambda: self.interrupted, interruptible=False)
-            self.member.joining = False
+            yield from self.wait(lambda: self.is_interrupted, interruptible=False)
+            self.member.is_joining = False
         else:
             yield self.network.delay()
             self.send(Joined(self.rank))
             yield from self.arrive("set-up", self.rank, regroups=False)
-            yield from self.wait(lambda: self.interrupted, interruptible=False)
+            yield from self.wait(lambda: self.is_interrupted, interruptible=False)
         yield from self.regroup()
         items = script(self.network.between)
         while not self.done:
@@ -391,9 +391,9 @@ class SimulatedWorker:
         """Executor._lose_sibling."""
         self.is_left_in_hook = True
         self.network.left_in_hook(self)
-        if not self.interrupted:
+        if not self.is_interrupted:
             self.send(messages.Broken(self.rank, self.generation, "connection reset", error.ranks))
-            yield from self.wait(lambda: self.interrupted, interruptible=False)
+            yield from self.wait(lambda: self.is_interrupted, interruptible=False)
         raise Dies
 
     def stops_after(self, number: int) -> Generator[Any, None, bool]:
@@ -503,9 +503,9 @@ class SimulatedWorker:
             except Interrupted:
                 recover = True
             except CommunicationError as error:
-                if not self.interrupted:
+                if not self.is_interrupted:
                     self.send(messages.Broken(self.rank, self.generation, "connection reset", error.ranks))
-                    yield from self.wait(lambda: self.interrupted, interruptible=False)
+                    yield from self.wait(lambda: self.is_interrupted, interruptible=False)
                 recover = True
             except Mishap as error:
                 yield from self.settle(self.place, error, exact=not self.is_past)
@@ -596,10 +596,10 @@ class SimulatedWorker:
             self.reduced, self.payload = False, None
         status = messages.WorkerStatus(self.column, version, self.reduced, self.speculative, self.has_shadow)
         self.send(self.member.report(status, self.payload, self.cuts))
-        yield from self.wait(lambda: self.member.resumed() is not None)
-        resume = self.member.resumed()
+        yield from self.wait(lambda: self.member.resume_message() is not None)
+        resume = self.member.resume_message()
         assert resume is not None
-        self.position_is_cut = self.interrupted
+        self.position_is_cut = self.is_interrupted
         network = self.network
         if self.has_state:
             self.take_up(resume.cuts)
@@ -669,7 +669,7 @@ class SimulatedWorker:
                 yield from self.exchange(f"layers {one.layers} for {self.rank}", self.version, (one.donor,))
         self.beside = (resume.becomes, self.version)
         self.send(messages.Reached(self.rank, self.generation, messages.Milestone.LAYERS_HELD))
-        yield from self.wait(lambda: self.interrupted, interruptible=False)
+        yield from self.wait(lambda: self.is_interrupted, interruptible=False)
         raise Interrupted
 
     def check_links(self) -> Waits:
@@ -677,7 +677,7 @@ class SimulatedWorker:
         self.tell("doorbell", 0)
         yield from self.exchange("doorbell", 0, sorted(self.linked))
         yield self.network.delay()
-        if self.interrupted:
+        if self.is_interrupted:
             raise CommunicationError
         if unreachable := self.network.unreachable(self):
             raise CommunicationError(unreachable)
@@ -872,8 +872,8 @@ class SimulatedWorker:
         self.speculates = self.network.may_speculate(self)
         self.tell_of(step)
         if not self.speculates:
-            yield from self.wait(lambda: self.member.committed(step) is not None)
-        committed = self.member.committed(step)
+            yield from self.wait(lambda: self.member.commit_answer(step) is not None)
+        committed = self.member.commit_answer(step)
         if committed is None:
             yield from self.apply(speculative=True)
             return
@@ -883,18 +883,18 @@ class SimulatedWorker:
 
     def undo_if_wrong(self, step: int) -> Waits:
         """All have told of ``step``: if somebody has speculated wrongly, a new generation begins."""
-        committed = self.member.committed(step)
+        committed = self.member.commit_answer(step)
         assert committed is not None
         if committed.speculative and self.network.is_wrong(step):
             self.send(self.member.undo(step))
-            yield from self.wait(lambda: self.interrupted, interruptible=False)
+            yield from self.wait(lambda: self.is_interrupted, interruptible=False)
             raise Interrupted
 
     def know_newest(self) -> Waits:
         """StepRunner.confirm: waits until it knows whether its speculation was right."""
         if self.speculative:
             step = self.version - 1
-            yield from self.wait(lambda: self.member.committed(step) is not None)
+            yield from self.wait(lambda: self.member.commit_answer(step) is not None)
             yield from self.undo_if_wrong(step)
             self.speculative = False
 
@@ -939,8 +939,8 @@ class SimulatedWorker:
 
     def commit(self, step: int) -> Waits:
         self.send(self.member.commit(step, self.payload))
-        yield from self.wait(lambda: self.member.committed(step) is not None)
-        committed = self.member.committed(step)
+        yield from self.wait(lambda: self.member.commit_answer(step) is not None)
+        committed = self.member.commit_answer(step)
         assert committed is not None
         self.payloads = committed.payloads
 

@@ -67,7 +67,7 @@ def test_who_returns_is_what_was_written_down(tmp_path, rank, fields, place):
 def test_what_a_signal_asked_for_is_asked_again(wish):
     member = Member(1, joining=False)
     member.record_sent(wish)
-    assert list(returned_events(member.returned(pid=1, node="", token="", space="", run=""))) == [wish]
+    assert list(returned_events(member.report_return(pid=1, node="", token="", space="", run=""))) == [wish]
     assert returned_order(wish)
 
 

@@ -115,14 +115,14 @@ def test_a_plan_that_cannot_be_made_ends_the_run_with_its_reason():
 def test_live_workers_whose_connection_broke_regroup_and_one_that_another_still_cannot_reach_is_evicted(plane):
     members = plane.members()
     members[0].client.send(Broken(0, 0, "connection reset"))
-    plane.until(lambda: all(member.client.interrupted for member in members))
+    plane.until(lambda: all(member.client.is_interrupted for member in members))
     together(*(member.step for member in members))
     (disturbance,) = plane.events("disturbance")
     assert disturbance.details["cause"] == "worker (0, 0): connection reset"
     assert plane.events("failure") == []
     assert all(member.client.member.roster == (0, 1, 2, 3) for member in members)
     members[0].client.send(Broken(0, 1, "no connection", (2,)))
-    plane.until(lambda: all(members[rank].client.interrupted for rank in (0, 1, 3)))
+    plane.until(lambda: all(members[rank].client.is_interrupted for rank in (0, 1, 3)))
     together(*(members[rank].step for rank in (0, 1, 3)))
     assert plane.processes[2].killed.is_set()
     assert all(members[rank].client.member.roster == (0, 1, 3) for rank in (0, 1, 3))
@@ -144,7 +144,7 @@ def test_a_worker_that_does_not_stop_for_a_regroup_is_evicted():
     with ControlPlane(report_timeout=2.0) as plane:
         members = plane.members()
         die(plane, members[3])
-        plane.until(lambda: members[0].client.interrupted and members[1].client.interrupted)
+        plane.until(lambda: members[0].client.is_interrupted and members[1].client.is_interrupted)
         together(members[0].regroup, members[1].regroup)  # worker 2 beats, and does not report
         assert plane.processes[2].killed.is_set()
         assert "did not stop for a regroup" in plane.events("failure")[-1].details["cause"]

@@ -86,7 +86,7 @@ def test_history_tells_a_failure_from_its_detection_to_the_next_committed_step(p
     members[2].client.send(FaultInjected(2, "kill", "F(0, 0)@0", announced))
     die(plane, members[2])
     survivors = [members[0], members[1], members[3]]
-    plane.until(lambda: all(member.client.interrupted for member in survivors))
+    plane.until(lambda: all(member.client.is_interrupted for member in survivors))
     for _ in range(2):
         together(*(member.step for member in survivors))
     plane.until(lambda: len(plane.events("step")) == 3)
@@ -133,7 +133,7 @@ def test_what_a_worker_publishes_reaches_those_of_its_generation_that_look_it_up
     assert not early.done(), "one is missing"
     members[3].client.publish("other", b"of 3")
     assert early.result(PATIENCE) == [b"of 2", b"of 3"]
-    assert members[1].client.member.published("other") is None, "it has not asked"
+    assert members[1].client.member.published_value("other") is None, "it has not asked"
 
 
 def test_waiting_for_what_nobody_publishes_is_interrupted_by_a_loss(plane):

@@ -69,7 +69,7 @@ def coordinator(tmp_path) -> Iterator[Restarted]:
 def train(client: ThreadClient, steps: int, begins: Callable[[int], None]) -> list[object]:
     """What one worker does; returns what all told each other after each step."""
     client.await_assignment()
-    member = Member(client, 2).join() if not client.joining else Member(client, 2).enter()
+    member = Member(client, 2).join() if not client.is_joining else Member(client, 2).enter()
     told: list[object] = []
     while member.version < steps:
         begins(member.version)

@@ -83,7 +83,7 @@ def test_a_stage_that_still_speculates_learns_with_the_resumption_what_another_o
     member.receive(m.Regroup(2, resume.roster, 2))
     member.enter()
     member.receive(resume)
-    assert member.committed(0) == m.Committed(2, 0, norms, False), "it would wait for the others"
+    assert member.commit_answer(0) == m.Committed(2, 0, norms, False), "it would wait for the others"
     scene.when(*(m.Commit(rank, 2, 0, None) for rank in resume.roster)).then(no=m.Committed)
 
 

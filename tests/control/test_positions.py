@@ -76,7 +76,7 @@ def test_the_coordinator_releases_the_sibling_of_a_worker_that_ends_and_the_othe
         die(plane, workers[1])
         for rank in (2, 3):
             half = workers[rank].client.member
-            plane.until(lambda half=half: half.interrupted and half.enter().roster == (2, 3))
+            plane.until(lambda half=half: half.is_interrupted and half.enter().roster == (2, 3))
             workers[rank].client.send(report(rank, half.generation))
         plane.until(lambda: plane.planner.asked[-1][0] == {Worker(0, 0)})
         states = [position.state.value for position in plane.coordinator.view().status.positions]

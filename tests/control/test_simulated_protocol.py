@@ -426,14 +426,14 @@ WORKERS: list[tuple[str, Any, str, str, str]] = [
     ("a worker keeps the plans of an old generation", Member, "enter", "self.plans.clear()", "pass"),
     ("a worker applies a gradient without the loss", Member, "loss",
      "self._losses.get(step)", "self._losses.get(step, messages.StepLoss(step, 0.0))"),
-    ("a worker obeys the Resume of an old generation", Member, "resumed",
+    ("a worker obeys the Resume of an old generation", Member, "resume_message",
      "self._resume.generation == self.generation", "True"),
-    ("a worker takes the commit of another step for its own", Member, "committed",
+    ("a worker takes the commit of another step for its own", Member, "commit_answer",
      "(found.generation, found.step) == (self.generation, step)", "True"),
     ("a worker comes to the same collective again", Member, "answer",
      "max(self.next_collective, number + 1)", "number"),
     ("a worker ignores a pause", Member, "_receive", "pause > self._newest_pause", "False"),
-    ("a worker takes an old verdict for a new one", Member, "judged",
+    ("a worker takes an old verdict for a new one", Member, "exception_verdict",
      "self._judged.generation == self.generation", "True"),
     ("a redo overwrites what is done", recovery, "part_of", "step + 1 if done else step", "step"),
     ("a worker that is ahead reduces again", recovery, "part_of", "step < version or reduced", "False"),
@@ -617,7 +617,7 @@ HOOKS: list[tuple[str, Any, str, str, str]] = [
 HOOKS_REVIVAL: list[tuple[str, Any, str, str, str]] = [
     ("siblings are not told again that they are in a hook", membership, "_resend_missed",
      "if each.hook is not None:", "if False:"),
-    ("a worker forgets that it is in a hook", Member, "returned", "if self.in_hook:", "if False:"),
+    ("a worker forgets that it is in a hook", Member, "report_return", "if self.in_hook:", "if False:"),
 ]
 """As above, and the coordinator is killed."""
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_recycle import PipelineModule
 from lightning_recycle.callbacks import Fault
-from lightning_recycle.model.recorded_module import BatchPlace, call_at, call_here
+from lightning_recycle.model.recorded_module import BatchIndices, call_at, call_here
 
 pytestmark = pytest.mark.long
 
@@ -79,10 +79,10 @@ def test_what_depends_on_the_index_of_the_batch_is_that_of_one_device(alone, fau
 
 
 def test_only_what_a_signature_names_is_given():
-    place = BatchPlace(3, 1)
-    assert call_at(place, lambda x: x, 5) == 5
-    assert call_at(place, lambda x, batch_idx=0: (x, batch_idx), 5) == (5, 3)
-    assert call_at(place, lambda x, *, dataloader_idx, batch_idx: (dataloader_idx, batch_idx), 5) == (1, 3)
-    assert call_at(place, lambda x, **options: options, 5) == {}  # they are the hook's own
-    assert call_at(place, lambda: call_here(lambda batch_idx: batch_idx)) == 3
+    indices = BatchIndices(3, 1)
+    assert call_at(indices, lambda x: x, 5) == 5
+    assert call_at(indices, lambda x, batch_idx=0: (x, batch_idx), 5) == (5, 3)
+    assert call_at(indices, lambda x, *, dataloader_idx, batch_idx: (dataloader_idx, batch_idx), 5) == (1, 3)
+    assert call_at(indices, lambda x, **options: options, 5) == {}  # they are the hook's own
+    assert call_at(indices, lambda: call_here(lambda batch_idx: batch_idx)) == 3
     assert call_here(lambda batch_idx=9: batch_idx) == 9

@@ -42,7 +42,7 @@ class AwaitChange(L.Callback):
             and not (client.member.is_paused or client.member.plans)
             and time.monotonic() < deadline
         ):
-            if client.interrupted or client.generation > 0:  # somebody died: there is no change for that generation
+            if client.is_interrupted or client.generation > 0:  # somebody died: there is no change for that generation
                 return
             time.sleep(0.002)
         if trainer.global_step == CHANGE and trainer.strategy.grid_rank == self.dies:

@@ -35,12 +35,12 @@ def test_a_check_comes_when_what_it_needs_is_there_and_before_reduce(whole):
         workers = [worker for worker in whole.live_workers if worker.stage == stage]
         assert checks.ranks == tuple(whole.grid.rank(worker) for worker in workers)
         done = [completed(whole.workers[worker]) for worker in workers]
-        assert {len(places) for places in checks.places.values()} == {len(checks.costs)} == {max(map(len, done))}
+        assert {len(row) for row in checks.operations_before.values()} == {len(checks.costs)} == {max(map(len, done))}
         for number in range(len(checks.costs)):
             ready = max(own[number % len(own)] for own in done)
             for worker in workers:
                 operations = whole.workers[worker]
-                after = operations[checks.places[worker][number]]
+                after = operations[checks.operations_before[worker][number]]
                 assert operations.index(after) <= [one.op.kind for one in operations].index(OpKind.REDUCE)
                 assert after.op.kind is OpKind.REDUCE or after.start >= ready
 
@@ -115,7 +115,7 @@ def test_a_program_gets_one_check_and_connects_the_workers_of_a_stage():
     for worker in whole.live_workers:
         program, without = programs.of(worker), plain.of(worker)
         assert program.tasks == without.tasks
-        for place in program.checks.places:
+        for place in program.checks.operations_before:
             tasks = program.tasks_with_check(place)
             assert [tasks.index(task) for task in tasks if task.op.kind is OpKind.CHECK] == [place]
             assert tasks[:place] + tasks[place + 1 :] == program.tasks

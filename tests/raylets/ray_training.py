@@ -38,7 +38,7 @@ class Signs(L.Callback):
             print(trainer.global_step, file=steps)
         deadline = time.monotonic() + _LONGEST_WAIT
         while trainer.global_step >= _FREE and not (self._directory / "enough").exists():
-            if client.interrupted or client.member.is_paused or time.monotonic() > deadline:
+            if client.is_interrupted or client.member.is_paused or time.monotonic() > deadline:
                 return
             time.sleep(0.005)
 
@@ -58,7 +58,7 @@ class Dying(Regression):
             os._exit(9)
         deadline, client = time.monotonic() + _LONGEST_WAIT, strategy.session.client
         while self.global_step >= _FREE and len(strategy.live_workers) < 4 and time.monotonic() < deadline:
-            if client.interrupted or client.member.is_paused:
+            if client.is_interrupted or client.member.is_paused:
                 return
             time.sleep(0.005)
 

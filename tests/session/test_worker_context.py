@@ -48,7 +48,7 @@ def test_the_group_of_a_positions_members_is_for_torch_alone(monkeypatch, of_mem
 def alone(stages: int) -> WorkerCollectives:
     """The collectives of a worker that is about to join, of whose messages none is answered."""
     positions = Positions(Grid(2, stages, 1))
-    client: Any = SimpleNamespace(rank=1, joining=True, arrive=lambda name, value: {1: value})
+    client: Any = SimpleNamespace(rank=1, is_joining=True, arrive=lambda name, value: {1: value})
     client.member = SimpleNamespace(roster=(0, 1), leader=0)
     run: Any = SimpleNamespace(grid=positions.grid, positions=positions)
     return WorkerCollectives(run, client, lambda: False)

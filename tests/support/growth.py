@@ -40,7 +40,7 @@ class AwaitReplacement(L.Callback):
         self._was_interrupted = False
         deadline = time.monotonic() + LONGEST_WAIT
         while self.missing(trainer.strategy) and time.monotonic() < deadline:
-            if client.interrupted or client.member.is_paused:
+            if client.is_interrupted or client.member.is_paused:
                 self._was_interrupted = True
                 return
             time.sleep(0.005)

@@ -140,7 +140,7 @@ class MessageRecord:
         if self.answer is not None and step >= self._answered_at + _STEPS_UNTIL_ALL_HAVE_AN_ANSWER:
             self.answer = None  # it may be as large as a checkpoint
 
-    def returned(self, generation: int, next_collective: int, **sender: Any) -> messages.Returned:
+    def report_return(self, generation: int, next_collective: int, **sender: Any) -> messages.Returned:
         """The message with all that it holds; ``sender``: the message's other fields.
 
         ``next_collective``: the first control collective to which this worker has not contributed.
@@ -215,7 +215,7 @@ class Member:
 
     def __init__(self, rank: int, joining: bool = False, survives_coordinator_loss: bool = True) -> None:
         self.rank = rank
-        self.joining = joining
+        self.is_joining = joining
         self.generation = -1
         self.roster: tuple[int, ...] = ()
         self.lost: dict[int, int] = {}
@@ -265,7 +265,7 @@ class Member:
             case messages.Regroup():
                 before = self.roster if self._announcement is None else self._announcement.roster
                 self.lost.update(dict.fromkeys(set(before).difference(message.roster), message.generation))
-                if self.interrupted:  # what the last one says is to be dropped stays so
+                if self.is_interrupted:  # what the last one says is to be dropped stays so
                     assert self._announcement is not None
                     message = replace(message, unproven=max(message.unproven, self._announcement.unproven))
                 self._announcement = message
@@ -306,7 +306,7 @@ class Member:
                 self.unfit = message
             case messages.Assign():
                 self.assignment = message
-                self.rank, self.joining = message.rank, message.joining
+                self.rank, self.is_joining = message.rank, message.joining
             case messages.Committed():
                 self._committed = message
             case messages.Found():
@@ -323,13 +323,13 @@ class Member:
         if self._message_record is not None:
             self._message_record.record_sent(message)
 
-    def returned(self, **sender: Any) -> messages.Returned:
+    def report_return(self, **sender: Any) -> messages.Returned:
         """First message to a restarted coordinator; ``sender``: fields on this process."""
         assert self._message_record is not None, "it ends with its coordinator"
         if self.in_hook:
             sender.update(hook=self._hook)
         generation = -1 if self._announcement is None else self._announcement.generation
-        return self._message_record.returned(generation, self.next_collective, rank=self.rank, **sender)
+        return self._message_record.report_return(generation, self.next_collective, rank=self.rank, **sender)
 
     def validate(self) -> None:
         """Raises AssertionError with the violated rule of a member's states."""
@@ -362,7 +362,7 @@ class Member:
     # ------------------------------------------------------------------ generations
 
     @property
-    def interrupted(self) -> bool:
+    def is_interrupted(self) -> bool:
         """Whether a newer generation than the one that was entered is announced."""
         return self._announcement is not None and self._announcement.generation > self.generation
 
@@ -383,7 +383,7 @@ class Member:
         """Message with this worker's state and its part of a commit, for the generation."""
         return messages.Report(self.rank, self.generation, status, payload, self.begun, cuts)
 
-    def resumed(self) -> messages.Resume | None:
+    def resume_message(self) -> messages.Resume | None:
         """The decision on how all go on in the entered generation; None before it came."""
         return self._resume if self._resume is not None and self._resume.generation == self.generation else None
 
@@ -396,7 +396,7 @@ class Member:
         unknown = tuple(key for key in keys if key not in self._published)
         return messages.LookUp(self.rank, self.generation, unknown) if unknown else None
 
-    def published(self, key: str) -> bytes | None:
+    def published_value(self, key: str) -> bytes | None:
         """Value published under ``key`` in the generation, once the answer is there."""
         return self._published.get(key)
 
@@ -414,7 +414,7 @@ class Member:
 
     def begin(self, step: int) -> Go | Hold:
         """Whether ``step`` may begin; if so, it counts as begun. Raises Interrupted."""
-        if self.interrupted:
+        if self.is_interrupted:
             raise Interrupted
         replies = self.pass_stop_point(last_point(step))
         paused = self.is_paused and step > self.begun
@@ -447,7 +447,7 @@ class Member:
         """The message that a worker's speculation in ``step`` was wrong."""
         return messages.Undo(self.rank, self.generation, step)
 
-    def committed(self, step: int) -> messages.Committed | None:
+    def commit_answer(self, step: int) -> messages.Committed | None:
         """The answer that every live worker has contributed to the commit of ``step``."""
         found = self._committed
         return found if found is not None and (found.generation, found.step) == (self.generation, step) else None
@@ -506,14 +506,14 @@ class Member:
 
     # ------------------------------------------------------------------ exceptions
 
-    def raised(
+    def report_exception(
         self, step: int, operation: str, summary: str, traceback: str, exact: bool, sticky: bool
     ) -> messages.Raised:
         """Message that reports an exception; arguments as of :class:`.Raised`."""
         return messages.Raised(self.rank, self.generation, step, operation, summary, traceback, exact, sticky)
 
-    def judged(self) -> messages.Judged | None:
-        """The verdict on the exception of :meth:`raised`; None before it came."""
+    def exception_verdict(self) -> messages.Judged | None:
+        """The verdict on the exception of :meth:`report_exception`; None before it came."""
         return self._judged if self._judged is not None and self._judged.generation == self.generation else None
 
     # ------------------------------------------------------------------ control collectives
