@@ -588,7 +588,7 @@ class ControlClient(ActivityRecorder):
     # ------------------------------------------------------------------ threads
 
     def _guarded(self, target: Callable[[], None]) -> None:
-        """Runs ``target`` in a thread; an error ends the process, which cannot do without."""
+        """Runs ``target`` in a thread; an error in it ends the process."""
         try:
             target()
         except Exception as error:
@@ -756,7 +756,7 @@ def pack(value: Any) -> Payload | None:
     """
     if value is None:
         return None
-    # Who packs has torch; the module is imported where there is none, too.
+    # Processes that pack have torch; others import this module, too.
     from lightning_recycle.tensor_memory import pack_tensors
 
     data = memoryview(pack_tensors(value))

@@ -49,7 +49,7 @@ class StageBundle:
 
     @property
     def not_counted(self) -> tuple[nn.Parameter, ...]:
-        """Parameters that another stage or member counts."""
+        """Parameters whose gradients another stage or member counts in the norm."""
         return (*self.ties.not_counted, *self.replicated)
 
 
@@ -78,7 +78,7 @@ class StageTies:
 
     @property
     def not_counted(self) -> tuple[nn.Parameter, ...]:
-        """This stage's parameters that another stage counts."""
+        """This stage's parameters whose gradients another stage counts in the norm."""
         return tuple(
             self.parameters[name] for tie in self.ties for stage, name in tie.copies[1:] if stage == self.stage
         )

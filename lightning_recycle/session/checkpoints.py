@@ -134,9 +134,9 @@ class _StagePart:
 class _SaveCall:
     """A checkpoint that was asked for, and is written at the next boundary.
 
-    ``content``: Lightning's at that time, without that of ``part``. ``marks``: of state that may change until the
-    boundary; None if no run can resume from the checkpoint. ``part``: of this stage, if this worker may have to write
-    it. ``is_new``: whether it is known to replace nothing.
+    ``content``: Lightning's checkpoint at that time, without the values in ``part``. ``marks``: of state that may
+    change until the boundary; None if no run can resume from the checkpoint. ``part``: this stage's part, if this
+    worker may have to write it. ``is_new``: whether it is known that the file replaces none.
     """
 
     path: Any

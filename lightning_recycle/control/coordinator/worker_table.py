@@ -56,7 +56,7 @@ class WorkerTable:
         self._loop = loop
         self._on_messages, self._on_lost = on_messages, on_lost
         self._unreachable: list[tuple[int, NonBlockingConnection]] = []
-        self._being_lost: set[int] = set()  # their last words are heard
+        self._being_lost: set[int] = set()  # whose last messages are being read
 
     def has(self, rank: int) -> bool:
         return rank in self.connections or rank in self.processes

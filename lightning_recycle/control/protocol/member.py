@@ -197,8 +197,8 @@ class Member:
     ``survives_coordinator_loss``: whether messages are kept that must be repeated to a new coordinator.
 
     Attributes:
-        generation: that it has entered; -1 before the first. ``roster``: of that one; ``leader``: as of it, or of a
-            newer answer to a collective.
+        generation: the newest that it entered; -1 before the first. ``roster``: of that generation; ``leader``:
+            as of that generation, or of a newer answer to a collective.
         lost: for each lost rank, the newest generation that was announced without it, after one with it.
         leader_applied: the newest step that the leader is known to have applied.
         counters: the run's counters as of the newest loss that was asked for.
