@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -404,3 +405,16 @@ def test_attributes_of_torch_parameters_that_tell_of_hooks_exist():
     assert parameter._backward_hooks
     parameter.register_post_accumulate_grad_hook(lambda p: None)
     assert parameter._post_accumulate_grad_hooks
+
+
+def test_no_module_binds_a_name_twice():
+    """A second constant of the same name would replace the first one for the functions above it, too."""
+    twice = set()
+    for path in (ROOT / "lightning_recycle").rglob("*.py"):
+        bound = []
+        for node in ast.parse(path.read_text()).body:
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            bound += [one.id for target in targets for one in ast.walk(target) if isinstance(one, ast.Name)]
+            bound += [node.name] if isinstance(node, ast.FunctionDef | ast.ClassDef) else []
+        twice |= {(path.name, name) for name, times in Counter(bound).items() if times > 1}
+    assert twice == set()

@@ -303,8 +303,8 @@ class _Chart(NamedTuple):
         return _group("legend", elements), y + 20
 
 
-_WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 420.0, 46.0, 12.0, 50.0, 42.0
-_PLOT = 190.0
+_CHART_WIDTH, _PLOT_LEFT, _PLOT_RIGHT, _PLOT_TOP, _PLOT_BOTTOM = 420.0, 46.0, 12.0, 50.0, 42.0
+_PLOT_HEIGHT = 190.0
 _MARKERS = {
     "circle": "M-3.6 0a3.6 3.6 0 1 0 7.2 0a3.6 3.6 0 1 0 -7.2 0z",
     "square": "M-3.2-3.2h6.4v6.4h-6.4z",
@@ -331,7 +331,7 @@ class Picture:
     title: str
     height: float
     shapes: Sequence[Shape]
-    width: float = _WIDTH
+    width: float = _CHART_WIDTH
 
 
 @dataclass(frozen=True)
@@ -498,7 +498,7 @@ def swatch(series: Series, *, bars: bool = False) -> list[Shape]:
 
 def line_chart(title: str, series: Sequence[Series], x: Axis, y: Axis) -> Picture:
     """Lines with markers, and bands where points have a spread."""
-    frame = _Frame(_LEFT, _TOP, _WIDTH - _LEFT - _RIGHT, _PLOT, x, y)
+    frame = _Frame(_PLOT_LEFT, _PLOT_TOP, _CHART_WIDTH - _PLOT_LEFT - _PLOT_RIGHT, _PLOT_HEIGHT, x, y)
     shapes = frame.axes()
     for each in series:
         places = [(frame.px(point.x), frame.py(point.y)) for point in each.points]
@@ -513,13 +513,13 @@ def line_chart(title: str, series: Sequence[Series], x: Axis, y: Axis) -> Pictur
             shapes.append(_path(f"M{outline}z", _series_classes(each, "band")))
         for point, (px, py) in zip(each.points, places, strict=True):
             shapes += _mark(each, px, py, **{"data-tip": point.tip})
-    return Picture(title, _TOP + _PLOT + _BOTTOM, shapes)
+    return Picture(title, _PLOT_TOP + _PLOT_HEIGHT + _PLOT_BOTTOM, shapes)
 
 
 def row_chart(title: str, rows: Sequence[tuple[str, Sequence[Segment]]], x: Axis) -> Picture:
     """Rows of segments, each below its name."""
     name, bar, gap, left = 15.0, 20.0, 6.0, 10.0
-    frame = _Frame(left, 30.0, _WIDTH - left - 20, (name + bar + gap) * len(rows), x, Axis("", 0.0, 1.0, ()))
+    frame = _Frame(left, 30.0, _CHART_WIDTH - left - 20, (name + bar + gap) * len(rows), x, Axis("", 0.0, 1.0, ()))
     shapes = frame.axes()
     for place, (row, segments) in enumerate(rows):
         floor = frame.top + place * (name + bar + gap) + name + bar
@@ -529,19 +529,19 @@ def row_chart(title: str, rows: Sequence[tuple[str, Sequence[Segment]]], x: Axis
             box = {"x": round(at, 1), "y": floor - height, "width": max(0.3, round(frame.px(each.end) - at, 1))}
             look = {"class": _series_classes(each.series, "fill"), "data-tip": f"{row}: {each.tip}"}
             shapes.append(Shape("rect", {**box, "height": height, **look}))
-    return Picture(title, frame.bottom + _BOTTOM, shapes)
+    return Picture(title, frame.bottom + _PLOT_BOTTOM, shapes)
 
 
 def step_chart(title: str, above: Series, series: Sequence[Series], x: Axis, upper: Axis, lower: Axis) -> Picture:
     """Steps of ``above``, and below them steps of ``series``, on one x axis."""
-    width, gap = _WIDTH - _LEFT - _RIGHT, 34.0
-    first = _Frame(_LEFT, _TOP, width, 66.0, x, upper)
-    second = _Frame(_LEFT, first.bottom + gap, width, 170.0, x, lower)
+    width, gap = _CHART_WIDTH - _PLOT_LEFT - _PLOT_RIGHT, 34.0
+    first = _Frame(_PLOT_LEFT, _PLOT_TOP, width, 66.0, x, upper)
+    second = _Frame(_PLOT_LEFT, first.bottom + gap, width, 170.0, x, lower)
     floor = f"V{first.bottom:.1f}H{first.px(above.points[0].x):.1f}z"
     shapes = [*first.axes(x_labels=False), _path(_steps(first, above) + floor, _series_classes(above, "area"))]
     shapes += [_stroke(above, _steps(first, above)), *second.axes()]
     shapes += [_stroke(each, _steps(second, each)) for each in series]
-    return Picture(title, second.bottom + _BOTTOM, shapes)
+    return Picture(title, second.bottom + _PLOT_BOTTOM, shapes)
 
 
 def _steps(frame: _Frame, series: Series) -> str:

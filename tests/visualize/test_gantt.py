@@ -76,6 +76,16 @@ def test_nothing_lies_outside_the_picture():
             assert 0 <= y <= y + float(rect.attrib["height"]) <= height
         for text in root.iter(f"{SVG}text"):
             assert 0 <= float(text.attrib["y"]) <= height
+            letters = 0.75 * float(text.attrib["font-size"]) * len(text.text)  # at most as wide
+            assert float(text.attrib["x"]) - letters * (text.attrib.get("text-anchor") == "end") >= 0, text.text
+
+
+def test_names_of_pipelines_end_before_those_of_stages_begin():
+    texts = list(ElementTree.fromstring(gantt_svg(fault_free())).iter(f"{SVG}text"))
+    ends = [float(one.attrib["x"]) + 7 * len(one.text) for one in texts if one.text.startswith("pipeline ")]
+    begins = [float(one.attrib["x"]) - 7 * len(one.text) for one in texts if one.text.startswith("stage ")]
+    assert len(ends) >= 2
+    assert max(ends) < min(begins)
 
 
 def test_consecutive_iterations_follow_at_the_period():
