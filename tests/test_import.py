@@ -413,10 +413,8 @@ def test_no_module_binds_a_name_twice():
     for path in (ROOT / "lightning_recycle").rglob("*.py"):
         bound = []
         for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.Assign):
-                wrapped = {one.id for one in ast.walk(node.value) if isinstance(one, ast.Name)}  # f = decorated(f)
-                targets = [one.id for to in node.targets for one in ast.walk(to) if isinstance(one, ast.Name)]
-                bound += [name for name in targets if name not in wrapped]
+            parts = [part for to in getattr(node, "targets", ()) for part in ast.walk(to)]
+            bound += [part.id for part in parts if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)]
             bound += [node.name] if isinstance(node, ast.FunctionDef | ast.ClassDef) else []
         twice |= {(path.name, name) for name, times in Counter(bound).items() if times > 1}
     assert twice == set()
