@@ -464,8 +464,8 @@ def _all_runs(records: Sequence[Record]) -> Section | None:
     columns += ["MFU", "spread", "node failures", "length", "runs"]
     lead = (
         "Per GPU: of the cluster, spares included. Spread: standard deviation of the ratio from run to run. Of ideal: "
-        "of what the live GPUs could do. Goodput: part of all GPU time spent on samples that count. ETTR: part of the "
-        "time in which kept steps were trained."
+        "of what the live GPUs could do. Goodput: part of all GPU time spent on samples that count. ETTR (effective "
+        "training time ratio): part of the time in which kept steps were trained. MFU: model FLOPs utilization."
     )
     results = _table("Results", columns, rows, left=3)
     repeats = _table("Commands that repeat them", [*columns[:3], "command"], commands, left=4)
