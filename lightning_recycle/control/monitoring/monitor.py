@@ -227,7 +227,7 @@ class StatusServer:
         self.monitor = monitor
         self._listeners = listeners
         self._threads: list[threading.Thread] = []
-        self._open: set[socket.socket] = set()
+        self._open: dict[socket.socket, threading.Thread] = {}  # connections, and the threads that answer them
         self._is_over = False
 
     def __enter__(self) -> StatusServer:
@@ -240,10 +240,16 @@ class StatusServer:
 
     def __exit__(self, *_: object) -> None:
         self._is_over = True
-        for one in (*self._listeners, *list(self._open)):  # wakes the threads
-            _cut(one)
+        for listener in self._listeners:  # wakes the threads
+            _cut(listener)
         for thread in self._threads:
             thread.join(_JOIN_SECONDS)
+        answers = dict(self._open)
+        for connection in answers:
+            _cut(connection)
+        for thread in answers.values():
+            if thread.is_alive():
+                thread.join(_JOIN_SECONDS)
         for listener in self._listeners:
             listener.close()
 
@@ -255,13 +261,13 @@ class StatusServer:
             connection, _ = accepted
             if places.acquire(blocking=False):
                 answers = threading.Thread(target=self._answer, args=(connection, places), daemon=True)
+                self._open[connection] = answers
                 answers.start()
             else:
                 connection.close()
 
     def _answer(self, connection: socket.socket, places: threading.Semaphore) -> None:
         limit = threading.Timer(_CONNECTION_SECONDS, _cut, (connection,))
-        self._open.add(connection)
         try:
             limit.start()
             connection.settimeout(_READ_SECONDS)
@@ -270,7 +276,9 @@ class StatusServer:
             log.debug("A connection to the status server broke: %s", error)
         finally:
             limit.cancel()
-            self._open.discard(connection)
+            if limit.is_alive():
+                limit.join(_JOIN_SECONDS)
+            del self._open[connection]
             connection.close()
             places.release()
 
