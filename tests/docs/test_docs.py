@@ -35,7 +35,7 @@ PACKAGE = ROOT / "lightning_recycle"
 SCRIPTS = set(re.findall(r"^(recycle-[a-z]+) = ", (ROOT / "pyproject.toml").read_text(), re.M))
 SOURCE = "\n".join(path.read_text() for path in sorted(PACKAGE.rglob("*.py")))
 DECISIONS = [page for page in PAGES if page.startswith("decisions/")]
-INTERNAL_PAGES = ["architecture.md", "extending.md", "paper.md", *DECISIONS]
+INTERNAL_PAGES = ["architecture.md", "protocol_states.md", "extending.md", "paper.md", *DECISIONS]
 
 # ---------------------------------------------------------------------- python
 
@@ -307,7 +307,8 @@ def test_the_metrics_are_those_of_the_code():
 def test_the_states_of_the_protocol_are_those_of_the_code(header, states):
     listed = re.findall(r"^- (\w+): (.*(?:\n  .*)*)", inspect.getdoc(states) or "", re.M)
     events = {name: " ".join(text.split()) for name, text in listed}
-    assert table_under("architecture.md", header) == [[state.name, state.value, events[state.name]] for state in states]
+    rows = [[state.name, state.value, events[state.name]] for state in states]
+    assert table_under("protocol_states.md", header) == rows
 
 
 def test_the_rooms_are_those_of_the_tree_and_begin_where_the_page_says():
