@@ -248,11 +248,20 @@ def test_ctrl_c_before_the_training_shows_no_traceback() -> None:
     assert "Traceback" not in errors
 
 
-def test_a_program_that_never_trains_is_no_silent_success() -> None:
-    with running(*shell("sleep 5")) as process:
+@pytest.mark.parametrize(
+    ("count", "script", "who"),
+    [
+        ("1", "sleep 5", "its process"),
+        ("2", "sleep 5", "each of its 2 processes"),
+        ("2", ":", "each of its 2 processes"),
+    ],
+)
+def test_a_program_that_joins_no_run_is_no_silent_success(count: str, script: str, who: str) -> None:
+    with running("--nproc-per-node", count, *shell(script)) as process:
         _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0
-    assert "No run began: the program has not trained." in errors
+    text = f"No worker joined a run: if the program trained, {who} trained by itself."
+    assert f"{text} Give its Trainer strategy='recycle'." in errors
 
 
 @pytest.mark.parametrize(

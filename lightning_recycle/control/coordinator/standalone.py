@@ -136,7 +136,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settle_end()
 
     signal.signal(signal.SIGUSR1, end_after_this)
+
+    def note_no_run(kind: type[BaseException] | None, *_: object) -> None:
+        if kind is SystemExit and options.obey and not (finished or serving.has_met or reception.has_met):
+            each = "its process" if options.started == 1 else f"each of its {options.started} processes"
+            log.warning(
+                "No worker joined a run: if the program trained, %s trained by itself. Give its Trainer"
+                " strategy='recycle'.",
+                each,
+            )
+
     with contextlib.ExitStack() as stack:
+        stack.push(note_no_run)
         if journal is not None:
             stack.callback(journal.leave)
         stack.enter_context(contextlib.closing(reception))
@@ -160,8 +171,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     continue
             except SystemExit:  # nobody is left alone: how the runs went is what counts
                 if not finished:
-                    if options.obey and not reception.has_met:
-                        log.warning("No run began: the program has not trained.")
                     raise
                 break
             ended = serving.serve()
@@ -341,6 +350,7 @@ class Serving:
 
     Attributes:
         statuses: of the finished runs, also those of earlier processes: 0 for success.
+        has_met: whether a worker has come.
     """
 
     def __init__(
@@ -351,7 +361,7 @@ class Serving:
         on_run: Callable[[Coordinator | None], None] = lambda _: None,
         check: Callable[[RunConfig], None] = lambda _: None,
     ) -> None:
-        self.given = given
+        self.given, self.has_met = given, False
         self.statuses = [] if journal is None else list(journal.statuses)
         self._reception = reception
         reception.listener.start()
@@ -370,6 +380,7 @@ class Serving:
                 self.statuses[:] = journal.statuses
                 return False
         self._reception.await_first()
+        self.has_met = True
         return True
 
     def serve(self) -> tuple[RunConfig, Outcome] | None:
