@@ -205,12 +205,12 @@ def check_dataloader(dataloader: Any, microbatches: int | None, by_default: bool
             " shuffle=True, torch's DistributedSampler or a class derived from it, or a sampler over the whole dataset."
         )
     if microbatches is not None and batch_size is not None and batch_size % microbatches:
-        divisors = [m for m in range(1, batch_size + 1) if batch_size % m == 0]
+        *others, last = (str(m) for m in range(1, batch_size + 1) if batch_size % m == 0)
+        fits = f"...) with {', '.join(others)} or {last}" if others else f"{last})"
         default = ", the default where data modules and hooks give the data" if by_default else ""
         raise ConfigurationError(
             f"batch_size={batch_size} (per pipeline) is not divisible by num_microbatches={microbatches}{default}. Use"
-            f" a batch_size that is a multiple of {microbatches}, or ReCycleStrategy(num_microbatches=...) with"
-            f" one of {divisors}."
+            f" a batch_size that is a multiple of {microbatches}, or ReCycleStrategy(num_microbatches={fits}."
         )
 
 

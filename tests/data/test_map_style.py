@@ -327,9 +327,10 @@ def test_a_sampler_that_inherits_from_that_of_torch_keeps_its_own_order():
 
 @pytest.mark.parametrize(("dataloader", "error", "message"), [
     (lambda: 3, ConfigurationError, "data is 3, which cannot be iterated over; give a .*DataLoader"),
-    (lambda: td.DataLoader(Numbers(99), batch_size=6), ConfigurationError, r"batch_size=6.*num_microbatches=4.*\[1, 2"),
+    (lambda: td.DataLoader(Numbers(99), batch_size=6), ConfigurationError, r"=6.*s=4.*=\.{3}\) with 1, 2, 3 or 6\.$"),
+    (lambda: td.DataLoader(Numbers(99), batch_size=1), ConfigurationError, r"ReCycleStrategy\(num_microbatches=1\)\.$"),
     (lambda: td.DataLoader(Numbers(7), batch_size=4), ConfigurationError, "7 samples.*2 pipelines.*batch_size=4"),
-], ids=["no data", "indivisible", "too small"])  # fmt: skip
+], ids=["no data", "indivisible", "of one sample", "too small"])  # fmt: skip
 def test_data_that_cannot_be_addressed_is_an_error_that_names_value_and_remedy(dataloader, error, message):
     with pytest.raises(error, match=message):
         MicrobatchLoader(dataloader(), Grid(2, 2, 4), 0, SEED)
