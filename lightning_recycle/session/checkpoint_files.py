@@ -20,7 +20,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,6 +46,7 @@ from lightning_recycle.files import (
     remove,
     remove_leftovers,
     replacing,
+    restored,
     sync_folder,
     temporary_path,
     waiting_aside,
@@ -226,7 +227,7 @@ def write_manifest(folder: Path, checksums: Mapping[str, Checksum]) -> None:
 def check_exists(path: Any, checkpoint_io: CheckpointIO) -> None:
     """Raises CheckpointError if ``ckpt_path=path`` is no file or checkpoint folder.
 
-    The error names the newest checkpoint there.
+    The error names the newest whole checkpoint there.
 
     The files of a user's own ``checkpoint_io`` are not looked for.
     """
@@ -244,7 +245,8 @@ def check_exists(path: Any, checkpoint_io: CheckpointIO) -> None:
     else:
         reason = "there is no such file or folder" + ("" if local is None else f" in {local.parent.absolute()}")
     others = newest_first(checkpoints_beside(local)) if local is not None and local.parent.is_dir() else []
-    newest = f"; the newest checkpoint there: {others[0]}" if others else ""
+    whole = (other for other in others if restored(other) is not None and damage(other) is None)
+    newest = "".join(f"; the newest checkpoint there: {other}" for other in islice(whole, 1))
     raise CheckpointError(f"ckpt_path={os.fspath(path)!r}: {reason}{newest}.")
 
 

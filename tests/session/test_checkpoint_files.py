@@ -265,10 +265,11 @@ def test_a_folder_that_is_no_checkpoint_is_refused_with_the_newest_one_in_it(kep
 
 
 @pytest.mark.parametrize("kept", [[], [3, 5]])
-def test_a_missing_checkpoint_is_refused_with_the_newest_one_of_its_folder(kept, tmp_path):
+def test_a_missing_checkpoint_is_refused_with_the_newest_whole_one_of_its_folder(kept, tmp_path):
     for step in kept:
         save(tmp_path / f"{step}.ckpt", step, False)
         os.utime(tmp_path / f"{step}.ckpt", (step, step))
+    (tmp_path / "damaged.ckpt").write_bytes(b"PK\x03\x04")  # and newest
     with pytest.raises(CheckpointError) as caught:
         chosen(tmp_path, str(tmp_path / "nope.ckpt"))
     newest = f"; the newest checkpoint there: {tmp_path / '5.ckpt'}" if kept else ""
