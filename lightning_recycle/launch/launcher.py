@@ -470,7 +470,9 @@ class SupervisorLauncher:
         else:
             why = "ended before its first step" if newest is None else f"ended after step {newest + 1}"
         if not saved:
-            return f"the run {why}. There is no checkpoint."
+            was_set = outcome is None or newest is None or self._strategy.options.checkpoints.save_on_signal
+            remedy = "" if was_set else "; CheckpointOptions(save_on_signal=True) writes one"
+            return f"the run {why}. There is no checkpoint{remedy}."
         return f"the run {why}. Its newest checkpoint, of step {saved[-1].step}, is {saved[-1].details['path']}."
 
     def may_save(self, checkpoint: Mapping[str, Any], path: Any) -> bool:

@@ -163,5 +163,7 @@ def test_the_leader_dies_while_it_writes(background, tmp_path):
 
 
 def test_without_a_checkpoint_to_write_the_run_ends_at_once(tmp_path, caplog):
-    interrupt(tmp_path, send(signal.SIGTERM), 143)
+    with caplog.at_level("INFO"):
+        interrupt(tmp_path, send(signal.SIGTERM), 143)
+    assert "There is no checkpoint; CheckpointOptions(save_on_signal=True) writes one." in caplog.text
     assert not [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
