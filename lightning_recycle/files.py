@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from os import PathLike
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, BinaryIO, TypeVar
 
 import msgspec
@@ -96,13 +97,22 @@ def write_json(path: str | PathLike[str], data: Any) -> None:
 
 def check_parent(setting: str, path: str | PathLike[str]) -> None:
     """Raises ConfigurationError if no file or folder can be made at ``path``."""
-    folder = Path(path).parent
-    if not folder.exists():
-        raise ConfigurationError(
-            f"{setting}={path}: there is no folder {folder}: give another path, or make it with mkdir -p {folder}."
-        )
-    if not os.path.exists(path) and not os.access(folder, os.W_OK):
-        raise ConfigurationError(f"{setting}={path}: you may not write to {folder}: give another path.")
+    if why := "" if os.path.exists(path) else why_not_writable(Path(path).parent):
+        raise ConfigurationError(f"{setting}={path}: {why}.")
+
+
+def why_not_writable(folder: str | PathLike[str]) -> str:
+    """Why no file can be made in ``folder``, with the remedy; empty if one can."""
+    folder = Path(folder)
+    if not (nearest := next(each for each in (folder, *folder.parents) if os.path.exists(each))).is_dir():
+        return f"{nearest} is a file, not a folder: give another path"
+    if nearest != folder:
+        return f"there is no folder {folder}: give another path, or make it with mkdir -p {folder}"
+    try:
+        TemporaryFile(dir=folder).close()
+    except OSError as error:
+        return f"nothing can be written in {folder} ({error.strerror}): give another path"
+    return ""
 
 
 def check_ending(setting: str, path: str | PathLike[str], ending: str, otherwise: str) -> None:

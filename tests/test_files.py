@@ -1,5 +1,6 @@
 """What bears a name is whole, at every moment of writing it; and what a killed writer leaves is removed."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -117,7 +118,11 @@ def test_the_longest_name_can_be_written(tmp_path):
 
 
 def test_a_folder_that_may_not_be_written_is_refused_before_the_work(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
-    with pytest.raises(ConfigurationError, match=f"output=.*: you may not write to {tmp_path}: give another path"):
+    def refuse(dir: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(files, "TemporaryFile", refuse)  # root may write everywhere
+    words = rf"output=.*: nothing can be written in {tmp_path} \(Permission denied\): give another path"
+    with pytest.raises(ConfigurationError, match=words):
         files.check_parent("output", tmp_path / "new")
     files.check_parent("output", "/dev/stdout")

@@ -105,7 +105,7 @@ class FaultInjectionCallback(pl.Callback):
         self.time_scale = time_scale
         self.seed = seed
         self.max_faults = max_faults
-        self._availability = () if self.trace is None else load_trace(self.trace).availability
+        self._availability = () if self.trace is None else load_trace(self.trace, _OWNER).availability
         self._launched: float | None = None
         self._injector: _Injector | None = None
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
@@ -28,6 +27,7 @@ from lightning_recycle.callbacks import FaultInjectionCallback, HeartbeatCallbac
 from lightning_recycle.data.dataloaders import batch_size_of
 from lightning_recycle.engines.worker_environment import Discovered
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError, counted
+from lightning_recycle.files import why_not_writable
 from lightning_recycle.model.chain_parts import is_meant_to_be_cut, parts_of
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.planning.costs import Profile, load_profile
@@ -261,24 +261,16 @@ def _check_devices(devices: int, grid: Grid, options: Options) -> None:
 
 
 def _check_folders(planning: PlanningOptions) -> None:
-    """Raises ConfigurationError if plans or a new profile cannot be written.
-
-    Only the folder of plans is made, in one that exists.
-    """
-    folders = {"plan_library": planning.plan_library}
+    """Raises ConfigurationError if plans or a new profile cannot be written."""
+    folders = {}
+    if (library := planning.plan_library) is not None:
+        folders["plan_library"] = library if os.path.exists(library) else Path(library).parent
     if planning.profile not in (None, "auto") and not Path(planning.profile).exists():
         folders["profile"] = Path(planning.profile).parent
     for name, folder in folders.items():
-        if folder is None:
-            continue
-        try:
-            if name == "plan_library":
-                Path(folder).mkdir(exist_ok=True)
-            TemporaryFile(dir=folder).close()
-        except OSError as error:
-            remedy = f"nothing can be written in {folder} ({error.strerror}): give another path, or leave it out"
+        if why := why_not_writable(folder):
             given = str(getattr(planning, name))
-            raise ConfigurationError.for_option("PlanningOptions", name, given, remedy) from None
+            raise ConfigurationError.for_option("PlanningOptions", name, given, f"{why}, or leave it out")
 
 
 def _may_restart(trainer: pl.Trainer, on_stage_lost: str) -> bool:

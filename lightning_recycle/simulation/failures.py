@@ -142,7 +142,7 @@ class TraceReplay:
     start: Duration = 0.0
 
     def __post_init__(self) -> None:
-        load_trace(self.trace)  # refuses unknown names here, not later
+        load_trace(self.trace, type(self).__name__)  # refuses unknown names here, not later
         keep_seconds(self, "start")
 
     def changes(self, cluster: Cluster, duration: float, seed: int) -> tuple[Change, ...]:

@@ -18,7 +18,7 @@ from importlib import resources
 from os import PathLike, fspath
 from pathlib import Path
 
-from lightning_recycle.errors import ConfigurationError, unknown
+from lightning_recycle.errors import ConfigurationError, choose_from
 
 __all__ = ["NodeEvent", "Trace", "available_traces", "load_trace"]
 
@@ -90,12 +90,13 @@ def available_traces() -> tuple[str, ...]:
     return tuple(sorted(_FILES))
 
 
-def load_trace(name: str | PathLike[str]) -> Trace:
+def load_trace(name: str | PathLike[str], owner: str = "") -> Trace:
     """The shipped trace called ``name``, or the trace in a file of the same formats.
 
     Args:
         name: one of :func:`available_traces`, or a path. The file's rows are (milliseconds, "add" or "remove", node's
             name), (date, time of day, instances up), or (hours, instances up).
+        owner: the class whose option ``trace`` it is, for errors.
 
     Raises:
         ConfigurationError: when there is no such trace or file, or the file cannot be parsed.
@@ -107,8 +108,8 @@ def load_trace(name: str | PathLike[str]) -> Trace:
         else:
             text = Path(name).read_text(encoding="utf-8")
     except (OSError, ValueError):
-        message = unknown("trace", name, available_traces(), ", or give the path of a file")
-        raise ConfigurationError(message) from None
+        remedy = f"there is no such trace: {choose_from(available_traces())}, or give the path of a file"
+        raise ConfigurationError.for_option(owner, "trace", name, remedy, available_traces()) from None
     rows = [[cell.strip() for cell in row] for row in csv.reader(text.splitlines()) if row]
     try:
         if rows[0][1] in ("add", "remove"):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning_recycle.errors import ConfigurationError, counted
+from lightning_recycle.files import read_json
 from lightning_recycle.visualize.charts import Series
 
 Record = Mapping[str, Any]
@@ -174,10 +175,7 @@ def _in_order(file: Path) -> list[tuple[int, int, str]]:
 
 
 def _load(file: Path) -> Record:
-    try:
-        record = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"cannot read {file}: {error}.") from error
+    record = read_json(file, "the result", "make it again with recycle-simulate")
     if not isinstance(record, dict) or record.get("schema") != RESULT_SCHEMA:
         raise ConfigurationError(
             f"{file} is not a result of this version's recycle-simulate (schema {RESULT_SCHEMA}): make it again with"

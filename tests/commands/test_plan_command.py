@@ -234,7 +234,7 @@ BAD = [
     (["costs.path=profile.json"], "reduce (of costs=uniform; profile has path)."),
     (["grid.pipeline=3"], "grid.pipeline"),
     (["technique.staggered=maybe"], "technique.staggered=maybe: use true or false"),
-    (["output=bad.json/plan.json"], "cannot write the plan to bad.json/plan.json"),
+    (["output=bad.json/plan.json"], "output=bad.json/plan.json: bad.json is a file, not a folder: give another path."),
     (["output=mistyped/plan.json"], "there is no folder mistyped"),
     (["library=mistyped/plans"], "there is no folder mistyped"),
     (["output=[]"], "output=[]"),

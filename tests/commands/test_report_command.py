@@ -420,15 +420,19 @@ def test_bad_input_ends_with_one_line_and_exit_code_2(tmp_path: Path) -> None:
     bad = [
         (["nowhere"], "there is no folder nowhere"),
         (["empty"], "there is no result.json in empty"),
-        (["broken"], "cannot read broken/result.json"),
+        (["broken"], "the result broken/result.json is damaged, it is not JSON"),
         (["new"], "new/result.json is not a result of this version's recycle-simulate (schema 1): make it again"),
-        (["good", "-o", "good/result.json/page.html"], "cannot write good/result.json/page.html"),
+        (
+            ["good", "-o", "good/result.json/page.html"],
+            "--output=good/result.json/page.html: good/result.json is a file",
+        ),
         (["good", "-o", "page.pdf"], "--output=page.pdf: give a name that ends with .html, or - for standard output."),
     ]
     answers = run_all("recycle-report", tmp_path, *(arguments for arguments, _ in bad))
-    for (_, message), (code, _, err) in zip(bad, answers, strict=True):
+    for (arguments, message), (code, _, err) in zip(bad, answers, strict=True):
         assert (code, err.count("\n")) == (2, 1), err
         assert err.startswith(f"recycle-report: {message}"), err
+        assert arguments != ["broken"] or err.endswith(": make it again with recycle-simulate.\n")
 
 
 def test_a_page_is_written_to_standard_output(tmp_path: Path) -> None:

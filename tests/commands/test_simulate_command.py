@@ -229,8 +229,11 @@ BAD = [
     (["policy=hope"], "unknown policy 'hope': choose one of auto, bamboo, drop_replica, elastic"),
     (["policy=bambo"], ", varuna. Did you mean 'bamboo'?"),
     (["failures=never"], "unknown failures 'never': choose one of fraction, llama3, mtbf, regular, rsc1"),
-    (["failures=trace", "failures.trace=aws"], "unknown trace 'aws': choose one of aws-g4dn, aws-p2, aws-p3"),
-    (["failures=trace", "failures.trace=aws-p4"], "the path of a file. Did you mean 'aws-p"),
+    (
+        ["failures=trace", "failures.trace=aws"],
+        "failures.trace=aws: there is no such trace: choose one of aws-g4dn, aws-p2, aws-p3",
+    ),
+    (["failures=trace", "failures.trace=aws-p4"], "the path of a file. Did you mean aws-p"),
     (["failures.mtfb=1h"], "'failures.mtfb': choose one of mtbf, repair. Did you mean 'failures.mtbf'?"),
     (["failures.mtbf=often"], "failures.mtbf=often: give a duration above 0, e.g. 90, 30min or 6h."),
     (["failures=llama3", "failures.rate=llama4"], "one of llama3, rsc1. Did you mean llama3?"),
@@ -269,7 +272,11 @@ def test_a_folder_in_a_missing_folder_is_refused_and_not_made(tmp_path, sweep):
 @pytest.mark.parametrize("sweep", [[], ["-m", "seeds=1,2"]])
 def test_a_file_in_place_of_the_folder_is_refused(tmp_path, sweep):
     (tmp_path / "plan.json").write_text("{}")
-    calls = [([*sweep, *SMALL, "output=plan.json"], "output=plan.json is a file: give a folder.")]
+    calls = [
+        ([*sweep, *SMALL, "output=plan.json"], "output=plan.json is a file: give a folder."),
+        ([*sweep, *SMALL, "output=plan.json/x"], "output=plan.json/x: plan.json is a file, not a folder: give another"),
+        ([*sweep, *SMALL, "output=/proc/x"], "output=/proc/x: nothing can be written in /proc (No such file"),
+    ]
     check_refused("recycle-simulate", tmp_path, calls)
 
 

@@ -64,13 +64,13 @@ def test_plans_are_taken_from_the_library_and_added_to_it(tmp_path):
 @pytest.mark.parametrize(
     ("option", "path", "reason"),
     [
-        ("plan_library", "file", "file .File exists.: give another path"),
-        ("plan_library", "file/plans", "file/plans .Not a directory.: give another path"),
-        ("plan_library", "none/plans", "none/plans .No such file or directory.: give"),
-        ("profile", "none/profile.json", "none .No such file or directory.: give"),
-        ("plan_library", "/proc/plans", "/proc/plans .No such file or directory.: give"),
+        ("plan_library", "file", "file is a file, not a folder: give another path"),
+        ("plan_library", "file/plans", "file is a file, not a folder: give another path"),
+        ("plan_library", "none/plans", "there is no folder .*none: give another path, or make it"),
+        ("profile", "none/profile.json", "there is no folder .*none: give"),
+        ("plan_library", "/proc/plans", "written in /proc .No such file or directory.: give"),
         ("profile", "", "give a file, not a folder"),
-        ("profile", "file/profile.json", "file .Not a directory.: give another path"),
+        ("profile", "file/profile.json", "file is a file, not a folder: give another path"),
     ],
 )
 def test_a_folder_that_cannot_be_written_is_refused_before_the_start(

@@ -7,6 +7,7 @@ from importlib import import_module, resources
 import pytest
 from support.scripts import completed
 
+from lightning_recycle.callbacks import FaultInjectionCallback
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.traces import NodeEvent, available_traces, load_trace
 
@@ -48,8 +49,10 @@ def test_rows_out_of_order_do_not_make_instances_flicker():
 
 
 def test_unknown_trace_is_refused_with_the_known_ones():
-    with pytest.raises(ConfigurationError, match=r"'azure'.*aws-p3"):
+    with pytest.raises(ConfigurationError, match=r"^trace='azure': .*aws-p3"):
         load_trace("azure")
+    with pytest.raises(ConfigurationError, match=r"^FaultInjectionCallback\(trace='aws-p4'\): .* mean 'aws-p3'"):
+        FaultInjectionCallback(trace="aws-p4")
 
 
 def test_files_of_the_same_formats_are_read(tmp_path):
