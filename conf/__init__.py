@@ -27,8 +27,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.files import check_parent
+from lightning_recycle.files import check_writable
 
 _HERE = Path(__file__).parent
 
@@ -67,9 +66,7 @@ def _folder(folder: Any, *wanted: Any) -> str:
     if all(value in (None, "auto") for value in wanted):
         return _scratch().name
     if folder in wanted:
-        check_parent("output", folder)
-        if Path(folder).is_file():
-            raise ConfigurationError(f"output={folder} is a file: give a folder.")
+        check_writable("output", folder, is_folder=True)
     return str(folder)
 
 

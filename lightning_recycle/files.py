@@ -95,9 +95,13 @@ def write_json(path: str | PathLike[str], data: Any) -> None:
     write_atomically(path, json.dumps(data, allow_nan=False, separators=(",", ":")) + "\n")
 
 
-def check_parent(setting: str, path: str | PathLike[str]) -> None:
-    """Raises ConfigurationError if no file or folder can be made at ``path``."""
-    if why := "" if os.path.exists(path) else why_not_writable(Path(path).parent):
+def check_writable(setting: str, path: str | PathLike[str], is_folder: bool = False) -> None:
+    """Raises ConfigurationError if no file, or folder, can be made at ``path``.
+
+    ``is_folder``: one that exists must be a folder in which files can be made.
+    """
+    exists = os.path.exists(path)
+    if why := "" if exists and not is_folder else why_not_writable(path if exists else Path(path).parent):
         raise ConfigurationError(f"{setting}={path}: {why}.")
 
 

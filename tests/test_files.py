@@ -124,5 +124,5 @@ def test_a_folder_that_may_not_be_written_is_refused_before_the_work(tmp_path, m
     monkeypatch.setattr(files, "TemporaryFile", refuse)  # root may write everywhere
     words = rf"output=.*: nothing can be written in {tmp_path} \(Permission denied\): give another path"
     with pytest.raises(ConfigurationError, match=words):
-        files.check_parent("output", tmp_path / "new")
-    files.check_parent("output", "/dev/stdout")
+        files.check_writable("output", tmp_path / "new")
+    files.check_writable("output", "/dev/stdout")

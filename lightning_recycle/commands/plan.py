@@ -31,7 +31,7 @@ from lightning_recycle import planning
 from lightning_recycle.arguments import Check, integer, is_integer, is_number, number
 from lightning_recycle.commands import Output, run_command, switch
 from lightning_recycle.errors import ConfigurationError, counted
-from lightning_recycle.files import check_ending, check_parent, refusing
+from lightning_recycle.files import check_ending, check_writable, refusing
 from lightning_recycle.planning.costs import Memory
 from lightning_recycle.planning.failure_distribution import contingencies, usual_limit
 from lightning_recycle.visualize import save_gantt
@@ -220,7 +220,7 @@ def _path(settings: dict[str, Any], name: str, ending: str | None = None) -> Pat
     # Jobs of a sweep would overwrite one another's files; a library is shared.
     if name != "library" and HydraConfig.get().mode is RunMode.MULTIRUN:
         return Path(HydraConfig.get().runtime.output_dir) / value
-    check_parent(name, value)
+    check_writable(name, value, is_folder=name == "library")
     return Path(value)
 
 

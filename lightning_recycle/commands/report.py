@@ -19,7 +19,7 @@ from jinja2 import Environment
 from lightning_recycle.arguments import command_parser, exit_without_reader
 from lightning_recycle.commands import Output, bad_input_ends
 from lightning_recycle.errors import counted
-from lightning_recycle.files import check_ending, check_parent, refusing, write_atomically
+from lightning_recycle.files import check_ending, check_writable, refusing, write_atomically
 from lightning_recycle.visualize.charts import swatch
 from lightning_recycle.visualize.sections import sections_of
 from lightning_recycle.visualize.simulation_results import Record, load_results
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with bad_input_ends(_NAME):
         if not to_stdout:
             check_ending("--output", chosen.output, ".html", "- for standard output")
-            check_parent("--output", chosen.output)
+            check_writable("--output", chosen.output)
         results = load_results(chosen.folder)
         page = render_report(results, chosen.title)
         if to_stdout:

@@ -235,6 +235,7 @@ BAD = [
     (["grid.pipeline=3"], "grid.pipeline"),
     (["technique.staggered=maybe"], "technique.staggered=maybe: use true or false"),
     (["output=bad.json/plan.json"], "output=bad.json/plan.json: bad.json is a file, not a folder: give another path."),
+    (["library=bad.json"], "library=bad.json: bad.json is a file, not a folder: give another path."),
     (["output=mistyped/plan.json"], "there is no folder mistyped"),
     (["library=mistyped/plans"], "there is no folder mistyped"),
     (["output=[]"], "output=[]"),

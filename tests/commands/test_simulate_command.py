@@ -273,7 +273,10 @@ def test_a_folder_in_a_missing_folder_is_refused_and_not_made(tmp_path, sweep):
 def test_a_file_in_place_of_the_folder_is_refused(tmp_path, sweep):
     (tmp_path / "plan.json").write_text("{}")
     calls = [
-        ([*sweep, *SMALL, "output=plan.json"], "output=plan.json is a file: give a folder."),
+        (
+            [*sweep, *SMALL, "output=plan.json"],
+            "output=plan.json: plan.json is a file, not a folder: give another path.",
+        ),
         ([*sweep, *SMALL, "output=plan.json/x"], "output=plan.json/x: plan.json is a file, not a folder: give another"),
         ([*sweep, *SMALL, "output=/proc/x"], "output=/proc/x: nothing can be written in /proc (No such file"),
     ]

@@ -63,7 +63,7 @@ from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.protocol.messages import Enrolled, Setting, StopReason, Unfit
 from lightning_recycle.control.protocol.state import Crashed, Failed, Finished, Outcome, StageLost
 from lightning_recycle.errors import ConfigurationError, ReCycleError, counted
-from lightning_recycle.files import check_parent
+from lightning_recycle.files import check_writable
 from lightning_recycle.planning.grid import Positions
 from lightning_recycle.processes import die_with_parent, has_ended
 
@@ -187,7 +187,7 @@ def _journal(state: str | None, address: tuple[str, int], key: bytes) -> Journal
         log.info("This coordinator keeps no state: if it dies, the run ends.")
         return None
     if state is not None:
-        check_parent("--state", state)
+        check_writable("--state", state)
     journal = Journal(default_path(address) if state is None else Path(state), key)
     log.info("Its state is in %s.", journal.path)
     if journal.kept is not None:
