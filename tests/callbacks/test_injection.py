@@ -331,7 +331,7 @@ def test_a_replacement_is_not_struck_by_what_hit_its_predecessor(clocks: Clocks)
 def test_a_trace_is_read_where_the_callback_is_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     read: list[str] = []
 
-    def load(name: str) -> Trace:
+    def load(name: str, _: str) -> Trace:
         read.append(name)
         return load_trace("aws-g4dn")
 
