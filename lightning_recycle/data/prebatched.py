@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from typing import Any
 
 from torch import Tensor
@@ -85,14 +85,13 @@ class GivenBatchLoader(MicrobatchLoader):
 
     @override
     def __iter__(self) -> Iterator[StepHandle]:
-        for handle in super().__iter__():
-            if not self.evaluation and self._lacks_batches(handle):
-                return  # the batch sampler has fewer in this epoch
-            yield handle
+        handles = super().__iter__()  # from the first step that is set now
+        return handles if self.evaluation else takewhile(self._has_batches, handles)
 
-    def _lacks_batches(self, handle: StepHandle) -> bool:
+    def _has_batches(self, handle: StepHandle) -> bool:
+        """Whether the batch sampler has enough of them in this epoch."""
         order = self._round_of(handle.epoch, handle.index)[1]
-        return len(order) < (handle.index % self._num_steps + 1) * self.global_batch_size
+        return len(order) >= (handle.index % self._num_steps + 1) * self.global_batch_size
 
     # ------------------------------------------------------------------ addresses
 

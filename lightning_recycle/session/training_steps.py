@@ -243,6 +243,7 @@ class TrainingSteps:
         """Follows changed parameters; UnsupportedFeatureError with several stages."""
         if self.parts.optimizes_itself:
             return
+        self.executor.runner.stage.clear()  # layers of FSDP that a hook has run hold gathered parameters
         named = trained_by_name(self.module, self._optimizers)
         names, parameters = [*named], [*named.values()]
         if names != self._trained_names[0]:

@@ -35,7 +35,7 @@ def main(directory: Path, restart_workers: bool, impatient: bool) -> None:
     newest = ModelCheckpoint(directory, every_n_train_steps=1, save_top_k=2, monitor="step", mode="max")
     fit(
         Regression().double(), 2, 2, data=dataset(GLOBAL_BATCH * 1000), max_steps=1000,
-        strategy={"max_restarts": 10 if restart_workers else 0},
+        strategy={"max_restarts": 10 if restart_workers else 0, "on_stage_lost": "raise" if impatient else "auto"},
         callbacks=[Heavy(), newest, HeartbeatCallback(coordinator_timeout=IMPATIENCE if impatient else 60.0)],
         enable_checkpointing=True,
     )  # fmt: skip

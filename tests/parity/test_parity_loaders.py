@@ -292,7 +292,8 @@ RESUMED = [
         0,
         rest=pytest.mark.long,
     ),
-    *sampled([("an iterable", 3), ("a batch sampler", 3)], 0),
+    ("a batch sampler", 3),
+    *sampled([("an iterable", 3)], 0),
 ]
 
 

@@ -18,7 +18,7 @@ from lightning_recycle.planning import (
     plan,
     validate,
 )
-from lightning_recycle.planning.list_scheduling import Rule, Urgency, play_list_schedule
+from lightning_recycle.planning.list_scheduling import EdgePriority, Rule, play_list_schedule
 from lightning_recycle.planning.routing import reroute
 from lightning_recycle.planning.timing import Codes, assemble, best_timing
 
@@ -126,7 +126,7 @@ def test_express_micro_batches_leave_a_plan_valid(seed: int) -> None:
         [microbatch.index for microbatch in grid.all_microbatches()],
         forward_first=(draw.randint(0, 4),) * grid.stages,
         patience=(draw.choice([0.0, 0.5]),) * 2,
-        urgency=Urgency(*(draw.randint(0, 9) for _ in range(4)), patience=draw.choice([0.5, 1.6, 10.0])),
+        edge_priority=EdgePriority(*(draw.randint(0, 9) for _ in range(4)), patience=draw.choice([0.5, 1.6, 10.0])),
     )
     order, _ = play_list_schedule(codes, rule, limit)
     validate(assemble(codes, order, best_timing(codes, order)))

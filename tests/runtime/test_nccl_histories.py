@@ -154,7 +154,7 @@ def test_a_broken_transport_is_noticed(monkeypatch, mutation, module, changes):
     own = [name for name, value in vars(broken).items() if getattr(value, "__module__", None) == broken.__name__]
     for name in own:
         for user in (transfer_order, nccl_transport, nccl_comms):
-            if hasattr(user, name):
+            if getattr(getattr(user, name, None), "__module__", None) == module.__name__:
                 monkeypatch.setattr(user, name, getattr(broken, name))
     with pytest.raises(BrokenPromiseError):
         check_histories(range(HUNT))
