@@ -298,9 +298,6 @@ def one_f_one_b(worker: Worker) -> None:
         for channel, by, needed in ((Channel.ACTIVATIONS, -1, not is_first), (Channel.GRADIENTS, 1, not is_last))
         if needed
     }
-    for parameter in worker.parameters:
-        assert parameter.grad is not None
-        parameter.grad.zero_()
     flight: dict[int, tuple[Tensor, Tensor]] = {}
     losses: list[Tensor] = []
 
@@ -333,6 +330,7 @@ def one_f_one_b(worker: Worker) -> None:
             forward(m + ahead)
         backward(m)
     worker.optimizer.step()
+    worker.optimizer.zero_grad()
     communicator.end_step()
     if losses:
         float(torch.stack([loss.detach() for loss in losses]).sum())
