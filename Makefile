@@ -48,7 +48,7 @@ demo: $(DEMO_VENV)/.installed ## train a small GPT on 2 x 2 CPU workers with and
 test: $(STAMP) ## run the tests, JOBS files at a time, 3 by default (ARGS are passed on to pytest)
 	$(PYTEST_JOBS) $(ARGS)
 
-test-long: $(STAMP) ## run all tests that take long, 15 minutes; `make test` has a few of them
+test-long: $(STAMP) ## run all tests that take long, half an hour; `make test` has a few of them
 	$(PYTEST_JOBS) -m "long and not exhaustive" $(ARGS)
 
 test-all: $(STAMP) ## run what test and test-long run, each test once
