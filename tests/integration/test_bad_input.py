@@ -136,7 +136,7 @@ class Stream(IterableDataset[Tensor]):
         ({"num_microbatches": 2.5}, 4, ["num_microbatches=2.5"]),
         ({"planner": "gurobbi"}, 4, ["gurobbi", "heuristic"]),
         ({"pipeline_parallel_size": 7}, 7, ["6 layers", "pipeline_parallel_size=7", "configure_pipeline"]),
-        ({"pipeline_parallel_size": 2, "num_microbatches": 5}, 4, ["batch_size=12", "num_microbatches=5", "with 1, 2, 3"]),
+        ({"pipeline_parallel_size": 2, "num_microbatches": 5}, 4, ["batch_size=12", "num_microbatches=5", "1, 2, 3"]),
         ({"tensor_parallel_size": 2}, 4, ["With tensor_parallel_size=2, Regression needs a configure_model()"]),
         ({"fsdp_size": 2}, 4, ["With fsdp_size=2, Regression needs a configure_model()"]),
     ],
