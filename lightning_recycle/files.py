@@ -96,18 +96,20 @@ def write_json(path: str | PathLike[str], data: Any) -> None:
 
 
 def check_writable(setting: str, path: str | PathLike[str], is_folder: bool = False) -> None:
-    """Raises ConfigurationError if no file, or folder, can be made at ``path``.
+    """Raises ConfigurationError for the reason of :func:`why_not_writable`."""
+    if why := why_not_writable(path, is_folder):
+        raise ConfigurationError(f"{setting}={path}: {why}.")
+
+
+def why_not_writable(path: str | PathLike[str], is_folder: bool = False) -> str:
+    """Why no file, or folder, can be made at ``path``, with the remedy; empty if one can.
 
     ``is_folder``: one that exists must be a folder in which files can be made.
     """
     exists = os.path.exists(path)
-    if why := "" if exists and not is_folder else why_not_writable(path if exists else Path(path).parent):
-        raise ConfigurationError(f"{setting}={path}: {why}.")
-
-
-def why_not_writable(folder: str | PathLike[str]) -> str:
-    """Why no file can be made in ``folder``, with the remedy; empty if one can."""
-    folder = Path(folder)
+    if exists and not is_folder:
+        return ""
+    folder = Path(path) if exists else Path(path).parent
     if not (nearest := next(each for each in (folder, *folder.parents) if os.path.exists(each))).is_dir():
         return f"{nearest} is a file, not a folder: give another path"
     if nearest != folder:

@@ -262,15 +262,10 @@ def _check_devices(devices: int, grid: Grid, options: Options) -> None:
 
 def _check_folders(planning: PlanningOptions) -> None:
     """Raises ConfigurationError if plans or a new profile cannot be written."""
-    folders = {}
-    if (library := planning.plan_library) is not None:
-        folders["plan_library"] = library if os.path.exists(library) else Path(library).parent
-    if planning.profile not in (None, "auto") and not Path(planning.profile).exists():
-        folders["profile"] = Path(planning.profile).parent
-    for name, folder in folders.items():
-        if why := why_not_writable(folder):
-            given = str(getattr(planning, name))
-            raise ConfigurationError.for_option("PlanningOptions", name, given, f"{why}, or leave it out")
+    profile = None if planning.profile == "auto" else planning.profile
+    for name, path in {"plan_library": planning.plan_library, "profile": profile}.items():
+        if path is not None and (why := why_not_writable(path, is_folder=name == "plan_library")):
+            raise ConfigurationError.for_option("PlanningOptions", name, str(path), f"{why}, or leave it out")
 
 
 def _may_restart(trainer: pl.Trainer, on_stage_lost: str) -> bool:

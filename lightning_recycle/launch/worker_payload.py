@@ -270,12 +270,6 @@ class _PayloadPickler(MainPickler):
             return default_profiler_schedule(), ()
         if isinstance(value, io.TextIOWrapper) and value not in (sys.stdout, sys.stderr):
             raise TypeError("cannot pickle an open file")  # cloudpickle would send a copy of its content
-        if isinstance(value, io.TextIOWrapper) and value not in (sys.stdout, sys.stderr):
-            raise TypeError("cannot pickle an open file")  # cloudpickle would send a copy of its content
-        if isinstance(value, io.TextIOWrapper) and value not in (sys.stdout, sys.stderr):
-            raise TypeError("cannot pickle an open file")  # cloudpickle would send a copy of its content
-        if isinstance(value, io.TextIOWrapper) and value not in (sys.stdout, sys.stderr):
-            raise TypeError("cannot pickle an open file")  # cloudpickle would send a copy of its content
         return super().reducer_override(value)
 
 

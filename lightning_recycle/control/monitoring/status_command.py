@@ -153,12 +153,6 @@ def _seconds(text: str) -> float:
         raise ConfigurationError(f"--watch {text}: give the address before it: recycle-status {text} --watch.")
     if any(path.name.partition("-")[0] == text for path in sockets()):
         raise ConfigurationError(f"--watch {text}: give the process before it: recycle-status {text} --watch.")
-    if any(path.name.partition("-")[0] == text for path in sockets()):
-        raise ConfigurationError(f"--watch {text}: give the process before it: recycle-status {text} --watch.")
-    if any(path.name.partition("-")[0] == text for path in sockets()):
-        raise ConfigurationError(f"--watch {text}: give the process before it: recycle-status {text} --watch.")
-    if any(path.name.partition("-")[0] == text for path in sockets()):
-        raise ConfigurationError(f"--watch {text}: give the process before it: recycle-status {text} --watch.")
     return float(flag_value("--watch", text, SECONDS))
 
 
