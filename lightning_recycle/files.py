@@ -102,7 +102,7 @@ def check_writable(setting: str, path: str | PathLike[str], is_folder: bool = Fa
 
 
 def why_not_writable(path: str | PathLike[str], is_folder: bool = False) -> str:
-    """Why no file, or folder, can be made at ``path``, with the remedy; empty if one can.
+    """Why no file, or folder, can be made at ``path``, with the remedy; else empty.
 
     ``is_folder``: one that exists must be a folder in which files can be made.
     """
