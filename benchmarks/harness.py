@@ -148,12 +148,13 @@ class Turn:
     processor_seconds: float
 
 
-@dataclass(frozen=True)
+@dataclass
 class Gate:
     """A side's end of the pipes, for its workers; can be pickled."""
 
     directory: str
     side: str
+    _processor_seconds: float = 0.0  # of this worker when its turn began
 
     def wait(self, rank: int) -> None:
         """Worker ``rank`` has ended its turn, and waits for the next one.
@@ -165,8 +166,9 @@ class Gate:
         start = os.open(Path(self.directory) / f"{self.side}.{rank}", os.O_RDONLY | os.O_NONBLOCK)
         arrivals = os.open(Path(self.directory) / f"{self.side}.arrivals", os.O_WRONLY | os.O_NONBLOCK)
         try:
-            os.write(arrivals, _ARRIVAL.pack(time.process_time()))
+            os.write(arrivals, _ARRIVAL.pack(time.process_time() - self._processor_seconds))
             select.select([start], [], [])
+            self._processor_seconds = time.process_time()  # heartbeats during the turns of others do not count
             if not os.read(start, 1):
                 raise BrokenPipeError("The comparison is over: another side has failed.")
         finally:
@@ -193,15 +195,15 @@ class Turns:
 
     def play(self, count: int) -> dict[str, list[Turn]]:
         """Waits until all sides are at their gates, then gives each ``count`` turns, one side after the other."""
-        spent = {side: self._await(side) for side in self._sides}
+        for side in self._sides:
+            self._await(side)
         turns: dict[str, list[Turn]] = {side: [] for side in self._sides}
         for number in range(count):
             for side in self._sides if number % 2 == 0 else reversed(self._sides):
                 began = time.perf_counter()
                 self._start(side)
-                now_spent = self._await(side)
-                turns[side].append(Turn(time.perf_counter() - began, now_spent - spent[side]))
-                spent[side] = now_spent
+                processor_seconds = self._await(side)
+                turns[side].append(Turn(time.perf_counter() - began, processor_seconds))
         for side in self._sides:
             self._start(side)
         return turns
@@ -215,7 +217,7 @@ class Turns:
             os.write(fd, b"x")
 
     def _await(self, side: str) -> float:
-        """Waits for all workers of ``side``; returns their processor time so far, together."""
+        """Waits for all workers of ``side``; returns the processor time of their turns, together."""
         fd, total = self._arrivals[side], 0.0
         for _ in self._starts[side]:
             while not select.select([fd], [], [], 1.0)[0]:

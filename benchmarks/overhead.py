@@ -2,6 +2,7 @@
 
     .venv/bin/python benchmarks/overhead.py            # four sizes of the example GPT, twenty minutes
     .venv/bin/python benchmarks/overhead.py --quick    # one of them, about two minutes
+    .venv/bin/python benchmarks/overhead.py --apart    # the smallest GPT, runs without pauses, about five minutes
 
 The first comparison is with other ways to train the same model on the same global batches, of data in memory:
 
@@ -25,6 +26,9 @@ a worker where workers share cores, and other users of the machine disturb it le
 Memory is that of the worker that needs most, at the end of the training: state is its parameters and what the optimizer
 keeps of them; own is what no other process shares (``Private_*`` of ``/proc/self/smaps_rollup``); peak is the largest
 resident set that it ever had (``VmHWM``), most of which are torch's and Python's libraries.
+
+``--apart`` compares only with the baseline, and each side runs by itself, one after the other: a turn of a second begins
+with cold caches, and Gloo's threads, which poll while they wait, cost less beside 18 processes that sleep.
 """
 
 from __future__ import annotations
@@ -437,6 +441,23 @@ def _play(sides: Mapping[str, Side], plan: Plan, rounds: int) -> tuple[dict[str,
     return turns, memory
 
 
+def _play_apart(sides: Mapping[str, Side], plan: Plan, rounds: int) -> tuple[dict[str, list[Turn]], dict[str, Memory]]:
+    """As :func:`_play`, but no two sides are alive at once, and all turns of a round are one."""
+    turns: dict[str, list[Turn]] = {name: [] for name in sides}
+    memory: dict[str, Memory] = {}
+    for number in range(rounds):
+        for name in sides if number % 2 == 0 else reversed(sides):
+            played = play_round(plan, {name: sides[name]})[name]
+            turns[name].append(
+                Turn(
+                    statistics.fmean(turn.seconds for turn in played.turns),
+                    statistics.fmean(turn.processor_seconds for turn in played.turns),
+                )
+            )
+            memory[name] = played.memory
+    return turns, memory
+
+
 def shadow_seconds(size: Size, stage: int, on_host: bool, repeats: int = 50) -> float:
     """Median seconds of one ``Shadow.update`` of a stage, in this process with nothing beside it."""
     model = size.build()
@@ -462,7 +483,8 @@ def _alternatives_table(sizes: Sequence[Size], options: argparse.Namespace, roun
     for heading in headings:
         table.add_column(heading, justify="left" if heading in ("GPT", "side") else "right")
     for size in sizes:
-        turns, memory = _play(ALTERNATIVES, Plan(size, options.turns, options.warmup), rounds)
+        plan = Plan(size, options.turns, options.warmup)
+        turns, memory = _play_apart(SIDES, plan, rounds) if options.apart else _play(ALTERNATIVES, plan, rounds)
         for side, mine in turns.items():
             pairs = list(zip(mine, turns["baseline"], strict=True))
             table.add_row(
@@ -509,7 +531,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--warmup", type=int, default=10, help="steps at the start of a round that do not count")
     parser.add_argument("--sizes", nargs="*", default=[size.name for size in SIZES], help="which models")
     parser.add_argument("--only", choices=("alternatives", "features"), help="one of the two comparisons")
+    parser.add_argument("--apart", action="store_true", help="five runs of each side, never two at once")
     options = parser.parse_args(arguments)
+    if options.apart:
+        options.quick, options.only, options.rounds = False, "alternatives", 5
+        options.sizes, options.warmup = [SIZES[0].name], 40
     began = time.monotonic()
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
