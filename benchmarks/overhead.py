@@ -27,8 +27,8 @@ Memory is that of the worker that needs most, at the end of the training: state 
 keeps of them; own is what no other process shares (``Private_*`` of ``/proc/self/smaps_rollup``); peak is the largest
 resident set that it ever had (``VmHWM``), most of which are torch's and Python's libraries.
 
-``--apart`` compares only with the baseline, and each side runs by itself, one after the other: a turn of a second begins
-with cold caches, and Gloo's threads, which poll while they wait, cost less beside 18 processes that sleep.
+``--apart`` compares with the baseline alone, and no two sides are alive at once: a turn of a second begins
+with cold caches, and Gloo's threads, which poll while they wait, cost less beside processes that sleep.
 """
 
 from __future__ import annotations
@@ -446,7 +446,7 @@ def _play_apart(sides: Mapping[str, Side], plan: Plan, rounds: int) -> tuple[dic
     turns: dict[str, list[Turn]] = {name: [] for name in sides}
     memory: dict[str, Memory] = {}
     for number in range(rounds):
-        for name in sides if number % 2 == 0 else reversed(sides):
+        for name in sides if number % 2 == 0 else reversed(list(sides)):
             played = play_round(plan, {name: sides[name]})[name]
             turns[name].append(
                 Turn(
