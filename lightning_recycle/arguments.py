@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import difflib
 import functools
+import importlib
 import importlib.util
 import inspect
 import os
@@ -34,10 +35,19 @@ __version__ = "0.1.0"
 
 class _Parser(argparse.ArgumentParser):
     @override
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._given = list(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(self._given, namespace)
+
+    @override
     def error(self, message: str) -> NoReturn:
+        flags = {flag: action.option_strings[0] for action in self._actions for flag in action.option_strings}
+        if message.startswith("the following") and (
+            unknown := [word for word in self._given if word.startswith("--") and word.partition("=")[0] not in flags]
+        ):
+            message = f"unrecognized arguments: {' '.join(unknown)}"
         words = message.split() if message.startswith("unrecognized") else ()
         unknown = [word.partition("=")[0] for word in words if word.startswith("--")]
-        flags = {flag: action.option_strings[0] for action in self._actions for flag in action.option_strings}
         meant = "".join(suggestion(flag, flags.values(), "--") for flag in unknown if flag not in flags)
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help.{meant}\n")
 
@@ -83,6 +93,26 @@ def command_parser(
     )
     parser.add_argument("--version", action="version", version=f"{name} {__version__}")
     return parser
+
+
+def _command(module: str) -> Callable[[], int]:
+    """The entry point of the command in ``module``, also while that is imported."""
+
+    def main() -> int:
+        try:
+            return int(importlib.import_module(module).main() or 0)
+        except KeyboardInterrupt:
+            return 130
+
+    return main
+
+
+recycle_coordinator = _command("lightning_recycle.control.coordinator.standalone")
+recycle_run = _command("lightning_recycle.engines.recycle_run")
+recycle_status = _command("lightning_recycle.control.monitoring.status_command")
+recycle_plan = _command("lightning_recycle.commands.plan")
+recycle_simulate = _command("lightning_recycle.commands.simulate")
+recycle_report = _command("lightning_recycle.commands.report")
 
 
 def flag_value(flag: str, typed: str | float, check: Check) -> Any:

@@ -20,7 +20,7 @@ OTHER_LIGHTNING = (
 def suggestion(value: object, choices: Iterable[object], prefix: str = "") -> str:
     """The end of an error for ``value``: the nearest of ``choices``, or "".
 
-    ``prefix``: of all of them, which is not compared. A single choice is no suggestion: the error names it.
+    ``prefix``: of all of them, which is not compared. A single choice is not a suggestion: the error names it.
     """
     by_name = {str(choice).removeprefix(prefix).lower(): choice for choice in choices}
     wrong = value.removeprefix(prefix).lower() if isinstance(value, str) else ""

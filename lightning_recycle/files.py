@@ -76,7 +76,7 @@ def replacing(
 def write_atomically(path: str | PathLike[str], content: bytes | str) -> None:
     """Replaces the content of ``path``; text is written in UTF-8.
 
-    A link stays a link, and what is no file (``/dev/stdout``, a pipe) is written to as it is.
+    A link stays a link, and what is not a file (``/dev/stdout``, a pipe) is written to as it is.
 
     Raises:
         OSError: when the file system refuses; the old file is then unchanged.
@@ -124,7 +124,7 @@ def why_not_writable(path: str | PathLike[str], is_folder: bool = False) -> str:
 def check_ending(setting: str, path: str | PathLike[str], ending: str, otherwise: str) -> None:
     """Raises ConfigurationError if ``path`` has another ending than ".json", say.
 
-    What is no file (``/dev/stdout``, a pipe) has any name. ``otherwise``: what else may be given, for the error.
+    What is not a file (``/dev/stdout``, a pipe) has any name. ``otherwise``: what else may be given, for the error.
     """
     path = Path(path)
     if path.suffix != ending and (path.is_file() or not path.exists()):
@@ -182,7 +182,7 @@ def link(target: str | PathLike[str], path: str | PathLike[str]) -> None:
 
 
 class Pace:
-    """Limits the bytes per second that a thread writes; None is no limit."""
+    """Limits the bytes per second that a thread writes; None is not a limit."""
 
     def __init__(self, bytes_per_second: float | None = None) -> None:
         self._rate, self._due = bytes_per_second, time.monotonic()

@@ -1,6 +1,6 @@
 """Lightning under both of its names: ``lightning.pytorch``, ``pytorch_lightning``.
 
-The two packages are the same sources, but a class of one is no class of the other. From the import of this package on,
+Both packages are the same sources, but a class of one is not a class of the other. From the import of this package on,
 whichever name a process imports first is loaded, and modules of the other name are the same modules. Both stay apart if
 a process had loaded both before, or if their installed versions differ.
 """

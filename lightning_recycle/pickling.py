@@ -188,7 +188,7 @@ def main_module() -> MainModule:
         return MainModule(imported=False)  # `python -m package`: multiprocessing imports no module of that name
     try:
         return read_script(Path(path).read_bytes()) if path is not None else MainModule(imported=False)
-    except (OSError, SyntaxError, ValueError):  # "<stdin>", a zip file, or whatever else is no script in a file
+    except (OSError, SyntaxError, ValueError):  # "<stdin>", a zip file, or whatever else is not a script in a file
         return MainModule(imported=False)
 
 

@@ -179,7 +179,7 @@ class ReCycleStrategy(ParallelStrategy):
     def session(self) -> Session:
         """This worker's session; the launching process has none."""
         if self._session is None:
-            raise AttributeError("Only a worker has this attribute, and the launching process is no worker.")
+            raise AttributeError("Only a worker has this attribute, and the launching process is not a worker.")
         return self._session
 
     def enter(self, session: Session | None) -> None:

@@ -223,7 +223,7 @@ def simulate_and_show(config: DictConfig) -> float:
     given = [override for override in job.overrides.task if not override.startswith("output=")]
     scenario, errors = _checked(config), Console(stderr=True, soft_wrap=True, highlight=False)
     errors.print(f"simulating {_announcement(scenario)}", markup=False)
-    with errors.status("Planning and simulating"):  # nothing where that is no terminal
+    with errors.status("Planning and simulating"):  # nothing where that is not a terminal
         result = result_of(scenario, shlex.join([_NAME, *given]))
     file = None if config.output is None else folder / "result.json"
     if file is not None:

@@ -541,7 +541,7 @@ class ControlClient(ActivityRecorder):
         return verdict.agreed
 
     def leave(self, status: int = 0) -> None:
-        """Ends the heartbeat; from now on a closed connection is no failure.
+        """Ends the heartbeat; from now on a closed connection is not a failure.
 
         ``status``: the exit status of this process if one of these threads ends it.
         """

@@ -293,7 +293,7 @@ class Journal:
         except OSError as error:
             raise ConfigurationError(f"--state {self.path}: {error.strerror}.") from error
         except (ValueError, msgspec.MsgspecError):
-            log.warning("%s is no file of a coordinator: it begins anew.", self.path)
+            log.warning("%s is not a file of a coordinator: it begins anew.", self.path)
             return None
         if content.proof != self._proof:
             log.warning("%s was written by a coordinator of another run: it begins anew.", self.path)

@@ -50,14 +50,8 @@ def _may_be_exception(entry: Any) -> bool:
     return isinstance(entry, type) and issubclass(entry, Exception)
 
 
-def _are_machine_errors(value: Any) -> bool:
-    if isinstance(value, (str, type)) or not isinstance(value, Sequence):
-        return callable(value) and not isinstance(value, type)
-    return all(map(_may_be_exception, value))
-
-
 _MACHINE_ERRORS = Check(
-    _are_machine_errors,
+    lambda value: not isinstance(value, (str, type)) and (isinstance(value, Sequence) or callable(value)),
     "give a list of classes that derive from Exception, or of their full dotted names, such as"
     " ['botocore.exceptions.ClientError'], or a function that takes an exception and returns whether a fault of the"
     " machine may explain it",
@@ -125,6 +119,9 @@ class RecoveryOptions(OptionGroup):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for entry in () if callable(self.machine_errors) else self.machine_errors:
+            if not _may_be_exception(entry):
+                self._refuse("machine_errors", f"{entry!r} is not an exception class: {_MACHINE_ERRORS.remedy}")
         if self.num_pipelines is not None:
             self.lanes(self.num_pipelines)
         if self.min_pipelines is not None and (self.max_pipelines or self.min_pipelines) < self.min_pipelines:

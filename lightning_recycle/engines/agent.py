@@ -1,12 +1,12 @@
 """Agent of a machine: runs and restarts processes, and reports one exit status.
 
-Each task is a worker, or the coordinator. A worker that lost its coordinator, was evicted, or was killed is no fault of
+Each task is a worker, or the coordinator. A worker that lost its coordinator, was evicted or killed is not a fault of
 the program: another process takes its place. All other ends are final, and a process that keeps dying at once is given
 up. Statuses are those of :mod:`subprocess`, or 128 + the signal's number, as in a shell.
 
-The run ends when a process finished, when one that is no replacement failed with an error of its program or was stopped
-by the coordinator, when the coordinator is given up, or at a signal; from then on no process is started. At the end of
-:meth:`Agent.run` those left are killed, the coordinator after 10 s.
+The run ends when a process finished, when one that is not a replacement failed with an error of its program or the
+coordinator stopped it, when the coordinator is given up, or at a signal; from then on no process is started. At the end
+of :meth:`Agent.run` those left are killed, the coordinator after 10 s.
 """
 
 from __future__ import annotations
@@ -364,7 +364,7 @@ class Agent:
         status = verdict(end_states, self._end_signal, self._has_finished)
         coordinator = self._coordinator
         if coordinator is not None and coordinator.status == _BAD_OPTIONS and not coordinator.record.restarts:
-            return _BAD_OPTIONS  # it never listened: whatever the workers did was no run
+            return _BAD_OPTIONS  # it never listened: whatever the workers did was not a run
         return status if self._coordinator_status is None or status == 0 else self._coordinator_status
 
     def _all_tasks(self) -> list[_TaskState]:

@@ -251,7 +251,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--nproc-per-node", "--nproc_per_node", metavar="N", help="workers on this machine (default 1)")
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="where the coordinator listens, on this machine")
-    parser.add_argument("--max-restarts", default=100, metavar="K", help="restarts of each worker (default 100)")
+    parser.add_argument("--max-restarts", default=100, metavar="K", help="restarts per worker (default 100)")
     parser.add_argument(
         "--grace",
         default=60.0,

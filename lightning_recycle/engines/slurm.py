@@ -235,7 +235,7 @@ def requeue(timeout: float) -> bool:
     try:
         command = ["scontrol", "requeue", job_name()]
     except KeyError as error:
-        log.warning("The job is not requeued: %s is not set, so this is no job of SLURM.", error)
+        log.warning("The job is not requeued: %s is not set, so this is not a job of SLURM.", error)
         return False
     log.info("Requeueing job %s.", command[-1])
     try:

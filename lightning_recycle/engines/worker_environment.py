@@ -54,7 +54,7 @@ class Discovered:
 
 
 def discover(environ: Mapping[str, str] = os.environ) -> Discovered | None:
-    """The place of this worker by ``environ``; None for a process that is no worker.
+    """The place of this worker by ``environ``; None outside of workers.
 
     Raises ConfigurationError for values that cannot be right, and if there is no key.
     """

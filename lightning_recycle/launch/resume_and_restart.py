@@ -259,7 +259,7 @@ def _damage(path: Path, checkpoint_io: CheckpointIO) -> str | None:
 
 # ---------------------------------------------------------------------- restarts
 
-_MOST_AT_SAME_STEP = 2  # restarts in a row that end where the run had ended before: that is no coincidence
+_MOST_AT_SAME_STEP = 2  # restarts in a row that end where the run had ended before: that is not a coincidence
 _SAME_STEP = 1  # steps between two losses by one cause, as the newest step may have been reported before or not
 
 

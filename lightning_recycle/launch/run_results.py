@@ -211,7 +211,7 @@ class UserObjects:
 
 @dataclass(frozen=True)
 class LeaderResult:
-    """The leader's part of a result: all that is no stage's own.
+    """The leader's part of a result: all that is not a stage's own.
 
     ``trainer``: attributes of the Trainer and its parts, by path; ``loaders``: states of the DataLoaders of each loop;
     ``objects``: the user's, outside of stages; ``copies``: parameters that copy another stage's, by stage and name.

@@ -156,7 +156,7 @@ def crashes_reported(client: ControlClient, shows: bool = False) -> Any:
             fault = isinstance(error, (InjectedFaultError, ControlPlaneError)) or client.is_joining
             summary, text = describe_error(error, worker_payload.from_users_code(error))
             if isinstance(error, KeyboardInterrupt):
-                text = ""  # where a signal found it is no fault of that code
+                text = ""  # where a signal found it is not a fault of that code
             data = worker_payload.dump_exception(error)  # without one, the summary and the traceback must do
             status = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_RAISED
             if shows:  # first, as the end of the run may end this process at any moment from now on

@@ -377,7 +377,7 @@ class _PastLayers(torch.autograd.Function):
 
 
 def _differentiates_inputs(value: Tensor) -> bool:
-    """Whether autograd follows ``value`` back to a tensor that is no parameter."""
+    """Whether autograd follows ``value`` back to a tensor that is not a parameter."""
     todo, seen = [get_gradient_edge(value).node], set()
     while todo:
         if (node := todo.pop()) in seen:

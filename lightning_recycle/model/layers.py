@@ -182,7 +182,7 @@ class LayerSpec:
         self.cls, self.args, self.kwargs = cls, args, kwargs
 
     def build(self, index: int, seed: int) -> nn.Module:
-        """Builds the layer; ConfigurationError if that fails, or it is no module."""
+        """Builds the layer; ConfigurationError if that fails, or it is not a module."""
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(derive_seed(seed, index))
             try:

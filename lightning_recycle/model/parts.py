@@ -87,7 +87,7 @@ class ModelParts:
 
     def path(self, index: int) -> str:
         """The name of a part that is a layer, in a state dict."""
-        raise NotImplementedError(f"{type(self).__name__} has one part, which is no layer")
+        raise NotImplementedError(f"{type(self).__name__} has one part, which is not a layer")
 
     def shared_layers(self) -> tuple[tuple[int, ...], ...]:
         """Groups of parts that share a weight."""
@@ -95,11 +95,11 @@ class ModelParts:
 
     def unwatched(self, *layers: int) -> AbstractContextManager[Sequence[nn.Module]]:
         """Within the block these layers can be pickled as the user's."""
-        raise NotImplementedError(f"{type(self).__name__} has one part, which is no layer")
+        raise NotImplementedError(f"{type(self).__name__} has one part, which is not a layer")
 
     def exchange(self, stages: Sequence[range], stage: int, layers: Mapping[int, nn.Module]) -> None:
         """Takes new ``layers``, drops all that this ``stage`` no longer needs."""
-        raise NotImplementedError(f"{type(self).__name__} has one part, which is no layer")
+        raise NotImplementedError(f"{type(self).__name__} has one part, which is not a layer")
 
     def build(self, owned: Iterable[int] | None = None, seed: int | None = None) -> None:
         """Builds recipes of the parts ``owned`` or of all."""

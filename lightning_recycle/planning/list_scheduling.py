@@ -487,7 +487,7 @@ class _RuleSearch:
         if not self._is_finished:
             self._try(self._template(first))
         for sequence in starts:
-            # The goal is no bound where micro-batches differ: a given order may be faster.
+            # The goal is not a bound where micro-batches differ: a given order may be faster.
             if not self._is_finished or self.codes.variation is not None:
                 self._judge(sequence, None)  # of equally fast orders a given one is preferred
         self._climb(first)

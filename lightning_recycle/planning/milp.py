@@ -174,7 +174,7 @@ class _MilpModel:
         return len(self.problem.families[self.routes[g].family].microbatches)
 
     def _routing(self) -> None:
-        """n[g], and their sums; what is known is no variable."""
+        """n[g], and their sums; what is known is not a variable."""
         self.sizes = []
         for g in range(len(self.routes)):
             most = self._count(g)

@@ -5,7 +5,7 @@
 *Library*: the first part of a file's name stands for planner, version, grid, techniques and the numbers of failed and
 slow workers of each stage, as plans are renamed (:mod:`~lightning_recycle.planning.routing`); the second part for
 costs and limits. A plan serves a problem with the same first part if its costs differ by at most a quarter of the mean
-operation (it is timed again; a common factor is no difference) and it fits into the memory. The nearest costs win, then
+operation (it is timed again; a common factor is not a difference) and it fits into memory. The nearest costs win, then
 the shortest plan.
 
 Nothing in the directory is trusted: damaged files and invalid schedules are reported once and treated as absent. Files

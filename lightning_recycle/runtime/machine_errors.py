@@ -117,7 +117,7 @@ def _exception_class(entry: type[BaseException] | str) -> type[BaseException]:
             found = None
     if not (isinstance(found, type) and issubclass(found, Exception)):
         raise ConfigurationError(
-            f"RecoveryOptions(machine_errors=...): {entry!r} is no class of exceptions. Give a class that derives from"
+            f"RecoveryOptions(machine_errors=...): {entry!r} is not an exception class. Give a class that derives from"
             " Exception, or its full dotted name, such as 'botocore.exceptions.ClientError'."
         )
     return found

@@ -128,7 +128,7 @@ class ManualStepRunner(StepRunner):
         try:
             returned = self._body(step, microbatches, self, step_path)
         except Exception:
-            if self._broken is not None:  # whatever the user's code made of it is no error of its own
+            if self._broken is not None:  # whatever the user's code made of it is not an error of its own
                 raise self._broken from None
             raise
         if self._broken is not None:  # the user's code has caught it

@@ -225,7 +225,7 @@ def write_manifest(folder: Path, checksums: Mapping[str, Checksum]) -> None:
 
 
 def check_exists(path: Any, checkpoint_io: CheckpointIO) -> None:
-    """Raises CheckpointError if ``ckpt_path=path`` is no file or checkpoint folder.
+    """Raises CheckpointError if ``ckpt_path=path`` is not a file or checkpoint folder.
 
     The error names the newest whole checkpoint there.
 
@@ -236,7 +236,7 @@ def check_exists(path: Any, checkpoint_io: CheckpointIO) -> None:
     local = local_path(path)
     files = (_MANIFEST, *_OF_ANY_STRATEGY)
     if local is not None and local.is_dir() and not any((local / name).exists() for name in files):
-        reason = f"it is no checkpoint folder, with neither {' nor '.join(files)}"
+        reason = f"it is not a checkpoint folder, with neither {' nor '.join(files)}"
         local /= f"any{ModelCheckpoint.FILE_EXTENSION}"
     elif get_filesystem(path).exists(path):
         return
@@ -247,6 +247,8 @@ def check_exists(path: Any, checkpoint_io: CheckpointIO) -> None:
     others = newest_first(checkpoints_beside(local)) if local is not None and local.parent.is_dir() else []
     whole = (other for other in others if restored(other) is not None and damage(other) is None)
     newest = "".join(f"; the newest checkpoint there: {other}" for other in islice(whole, 1))
+    if not newest and local is not None and local.parent.is_dir():
+        newest = ", and no checkpoint that is whole"
     raise CheckpointError(f"ckpt_path={os.fspath(path)!r}: {reason}{newest}.")
 
 
@@ -254,7 +256,7 @@ def check_content(path: Any, content: Any) -> None:
     """Raises CheckpointError if no Trainer wrote the ``content`` of ``path``."""
     if not isinstance(content, Mapping) or _VERSION not in content:
         raise CheckpointError(
-            f"ckpt_path={os.fspath(path)!r} is no checkpoint of Lightning: it has no {_VERSION!r}. To load weights"
+            f"ckpt_path={os.fspath(path)!r} is not a checkpoint of Lightning: it has no {_VERSION!r}. To load weights"
             " alone, call model.load_state_dict(torch.load(...)) before the Trainer."
         )
 

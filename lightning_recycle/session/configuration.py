@@ -42,6 +42,7 @@ from lightning_recycle.arguments import (
     is_number,
     option,
     require,
+    shown_options,
     suggests_options,
 )
 from lightning_recycle.control.network.addresses_and_keys import http_address
@@ -242,7 +243,11 @@ class Options(OptionGroup):
         super().__post_init__()
         for item in fields(self):
             kind = type(item.default)
-            if issubclass(kind, OptionGroup) and not isinstance(getattr(self, item.name), kind):
+            given = getattr(self, item.name)
+            if issubclass(kind, OptionGroup) and not isinstance(given, kind):
+                if isinstance(given, OptionGroup):
+                    shown = shown_options(given, type(given).__name__)
+                    raise ConfigurationError(f"{self._owner}({item.name}={shown}): give {kind.__name__}(...).")
                 self._refuse(item.name, f"give {kind.__name__}(...)")
         suspicion_of(self.recovery.machine_errors)
         numbers = ("num_pipelines", "min_pipelines", "max_pipelines")

@@ -54,7 +54,7 @@ from lightning_recycle.session.output_recorder import OutputRecorder, metric_sta
 from lightning_recycle.session.worker_context import WorkerContext
 from lightning_recycle.torch_internals import tree_map_only
 
-_COPIED_BYTES = 256 * 1024  # of a tensor that is no weight: larger ones, such as masks, are seldom written in place
+_COPIED_BYTES = 256 * 1024  # of a tensor that is not a weight: larger ones, such as masks, are seldom written in place
 
 
 @dataclass(frozen=True)

@@ -454,7 +454,7 @@ class StageLayers:
         cuts = (0, *(rounded(bound) for bound in accumulate(sizes)))
         if not is_layout(cuts, len(self.cuts) - 1) or cuts[-1] != self.cuts[-1]:
             raise ConfigurationError(
-                f"{list(sizes)} is no layout of {self.cuts[-1]} layers over {len(self.cuts) - 1} stages: give each"
+                f"{list(sizes)} is not a layout of {self.cuts[-1]} layers over {len(self.cuts) - 1} stages: give each"
                 " stage one number of at least 1; together they are all layers. Where numbers are not whole, as in"
                 " [2.5, 3.5], each stage still has a whole layer of its own."
             )

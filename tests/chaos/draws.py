@@ -219,7 +219,7 @@ def _quick(rng: random.Random, positions: _Positions, steps: range, most: int = 
     )
 
 
-# ---------------------------------------------------------------------- slowness, which is no failure
+# ---------------------------------------------------------------------- slowness, which is not a failure
 
 
 # A peer that is well may cost a slow worker its place, so what else fails fails before: the last one is waited for.

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 LIMIT_SECONDS = 120.0
 """A scenario in which nothing happens for so long hangs. A busy machine slows down what happens."""
 
-_MOST_LIMITS = 10  # of such times, however much happens: what is repeated forever is no progress either
+_MOST_LIMITS = 10  # of such times, however much happens: what is repeated forever is not a progress either
 
 _HEARTBEAT_INTERVAL = 0.2  # seconds
 _PACE_SECONDS = 0.15

@@ -30,7 +30,7 @@ def test_the_installed_script_plans_the_running_example(tmp_path):
     arguments = ["grid.pipelines=3", "grid.stages=4", "grid.microbatches=6", "failures=[[1,2]]", "planner=highs"]
     done = completed([script, *arguments, "output=plan.json"], cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "HYDRA" not in done.stdout, "the log of the planner is no output of the command"
+    assert "HYDRA" not in done.stdout, "the log of the planner is not an output of the command"
     for number in ("period", "27", "29", "0% (optimal)", "peak memory, micro-batches", "3/3/6/1", "1.000", "0.778"):
         assert number in done.stdout
     assert {file.name for file in tmp_path.iterdir()} == {"plan.json", "plan.svg"}
@@ -48,8 +48,9 @@ def test_nothing_is_written_unless_it_is_asked_for(tmp_path):
 
 def test_help_has_its_own_groups_and_the_comments_of_the_settings(tmp_path):
     shown = plan(tmp_path, "planner=highs", "--help")
-    first, _, *examples = shown.splitlines()[:5]
-    assert first.startswith("recycle-plan: plan one iteration of training")
+    usage, _, purpose, _, *examples = shown.splitlines()[:7]
+    assert usage.startswith("usage: recycle-plan [-m] ")
+    assert purpose.startswith("Plan one iteration of training")
     assert all(line.startswith("  recycle-plan ") for line in examples)
     assert "\n  * highs            HiGHS through python-mip: the extra milp.\n" in shown
     assert "# Seconds, after which the best plan so far is used.\n    time_limit: 60.0" in shown

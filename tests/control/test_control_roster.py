@@ -148,7 +148,7 @@ def test_replacements_are_started_for_the_lost_as_often_as_allowed():
         time.sleep(0.7)  # the first wait is half a second
         assert plane.started == [(3, 1), (3, 2)]
         assert [event.worker for event in plane.events("restarting")] == [(1, 1), (1, 1)]
-        assert len(plane.events("failure")) == 1, "who was never let in is no failure"
+        assert len(plane.events("failure")) == 1, "who was never let in is not a failure"
 
 
 def test_where_a_run_grows_a_worker_that_left_has_a_successor_that_replaces_none():

@@ -552,7 +552,7 @@ def test_an_address_where_nothing_is_ends_with_1_and_says_so(
 @pytest.mark.parametrize("address", ["nowhere", "10.0.0.1:http", "10.0.0.1:99999"])
 def test_what_is_no_address_is_bad_input(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert status_command.main([address]) == 2
-    assert f"{address!r} is no address: give host:port" in capsys.readouterr().err
+    assert f"{address!r} is not an address: give host:port" in capsys.readouterr().err
 
 
 def test_a_server_of_something_else_is_no_coordinator(capsys: pytest.CaptureFixture[str]) -> None:
@@ -566,7 +566,7 @@ def test_a_server_of_something_else_is_no_coordinator(capsys: pytest.CaptureFixt
 
         threading.Thread(target=answer, daemon=True).start()
         assert status_command.main([f"127.0.0.1:{other.getsockname()[1]}"]) == 1
-    assert "no coordinator" in capsys.readouterr().err
+    assert "is not a coordinator" in capsys.readouterr().err
 
 
 HOSTILE = "\x1b]0;owned\x07<img src=x onerror=alert(1)>[red]\x1b[2J"

@@ -141,7 +141,7 @@ class Cluster:
         """A node is gone: its slurmd and everything that runs under it are killed at once."""
         stopped = [psutil.Process(self._processes[name].pid)]
         stopped += [p for p in _all_of(self.folder) if p.environ().get("SLURMD_NODENAME") == name]
-        for step in psutil.process_iter():  # slurmstepd is no child of slurmd, and tells nobody whose it is
+        for step in psutil.process_iter():  # slurmstepd is not a child of slurmd, and tells nobody whose it is
             with contextlib.suppress(psutil.Error):
                 if step.name() == "slurmstepd" and any(c in stopped for c in step.children(recursive=True)):
                     stopped.append(step)

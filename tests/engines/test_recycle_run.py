@@ -264,6 +264,15 @@ def test_a_program_that_joins_no_run_is_no_silent_success(count: str, script: st
     assert f"{text} Give its Trainer strategy='recycle'." in errors
 
 
+def test_a_program_that_a_signal_ends_is_not_told_to_join_a_run() -> None:
+    with running(*shell("sleep 100")) as process:
+        line_with(process, lambda line: line.startswith("[coordinator] listening on"))
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=PATIENCE)
+    assert "No worker joined" not in errors
+    assert process.returncode == 130
+
+
 @pytest.mark.parametrize(
     ("command", "name"),
     [

@@ -137,7 +137,7 @@ def test_members_of_a_position_share_a_node_and_are_replaced(slurm, tmp_path):
 
 
 def test_a_killed_coordinators_task_goes_on(slurm, tmp_path):
-    """The first task's worker is killed, too; the coordinator beside it is no child of that worker."""
+    """The first task's worker is killed, too; the coordinator beside it is not a child of that worker."""
     job = Job(slurm, tmp_path, "await", nodes=2)
     job.await_step(3)
     job.workers()["0"].kill()

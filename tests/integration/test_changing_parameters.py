@@ -113,7 +113,7 @@ HOOKS = ("on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_t
 
 
 class Box:
-    """An object of the user's that is no module."""
+    """An object of the user's that is not a module."""
 
     scale: nn.Parameter | None = None
 

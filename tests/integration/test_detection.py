@@ -1,4 +1,4 @@
-"""Suspicion is not proof: what takes long is no fault, and a worker is given up only if a healthy peer can do its work.
+"""Suspicion is not proof: what takes long is not a fault, and a worker is given up only where a peer can do its work.
 
 Workers that are stuck are found; most places where they can be are in test_fault_kinds.py. The rules are judged in
 tests/control, and that no hook is judged by a usual duration in test_hooks_take_their_time.py.
@@ -80,7 +80,7 @@ class FusedAtFirst:
         return plan(problem) if problem.failed else one_f_one_b(problem)
 
 
-# ---------------------------------------------------------------------- what is no fault
+# ---------------------------------------------------------------------- what is not a fault
 
 
 class LongFirstForward(nn.Tanh):

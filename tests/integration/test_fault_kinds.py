@@ -141,7 +141,7 @@ def test_a_worker_may_fail_in_a_validation(kind):
 def test_every_event_is_one_line_of_json_in_the_log(caplog):
     with caplog.at_level(logging.DEBUG, logger="lightning_recycle.events"):
         faults = [Fault("kill", 0, 0, 4, "reduce"), Fault("preempt", 0, 1, 7)]
-        strategy = {"split_backward": False, "rebalance": "never"}  # what is measured is no event then
+        strategy = {"split_backward": False, "rebalance": "never"}  # what is measured is not an event then
         run = fit(Regression().double(), 2, 2, faults, strategy=strategy)
     lines = [json.loads(r.getMessage()) for r in caplog.records if r.name == "lightning_recycle.events"]
     assert [(line["kind"], line["step"], line["time"]) for line in lines] == [

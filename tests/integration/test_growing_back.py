@@ -107,7 +107,7 @@ def test_a_replacement_killed_before_it_has_its_state_is_replaced_again(point, t
         run = grow([Fault("kill", 1, 0, step=2)], callbacks=[Marks(tmp_path, at=point)], strategy=ONE_PLAN)
     assert len(happened(run, "restarting")) == 2
     assert rejoined(run) == [(1, 0)]
-    assert len(failures(run)) == (1 if point == "setup" else 2)  # who has not entered is no member that can fail
+    assert len(failures(run)) == (1 if point == "setup" else 2)  # who has not entered is not a member that can fail
     check_complete(run)
 
 

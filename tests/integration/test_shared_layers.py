@@ -57,7 +57,7 @@ class Asks(Callback):
     def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
         with pytest.raises(ConfigurationError, match="a whole layer of its own"):
             trainer.strategy.move_layers([1.5, 0.9, 3.6])
-        with pytest.raises(ConfigurationError, match="is no layout of 6 layers"):
+        with pytest.raises(ConfigurationError, match="is not a layout of 6 layers"):
             trainer.strategy.move_layers([1.5, 2.5, 1.5])
 
 

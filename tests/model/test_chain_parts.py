@@ -390,7 +390,7 @@ def test_all_generators_draw_the_same_on_both_ends():
     assert_equal(whole(model), expected)
 
 
-# ---------------------------------------------------------------------- what is no chain is told, and not computed
+# ---------------------------------------------------------------------- what is not a chain is told, and not computed
 
 
 class Residual(Transformer):

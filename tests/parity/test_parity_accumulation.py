@@ -66,9 +66,9 @@ def trains(scheduling: dict[int, int] | None = None, **trainer: Any) -> Callable
 
 
 CASES: dict[str, Callable[[same.Session], None]] = {
-    "an epoch that is no multiple": trains(accumulate_grad_batches=3),
+    "an epoch that is not a multiple": trains(accumulate_grad_batches=3),
     "more batches than an epoch has": trains(accumulate_grad_batches=10),
-    "a limit that is no multiple": trains(accumulate_grad_batches=2, limit_train_batches=5),
+    "a limit that is not a multiple": trains(accumulate_grad_batches=2, limit_train_batches=5),
     "a fraction of an epoch": trains(accumulate_grad_batches=2, limit_train_batches=0.5),
     "validations between": trains(accumulate_grad_batches=3, val_check_interval=2),
     "validations over epochs": trains(accumulate_grad_batches=2, val_check_interval=5, check_val_every_n_epoch=None),

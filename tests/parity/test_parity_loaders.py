@@ -140,7 +140,7 @@ def composed(session: same.Session, **options: Any) -> Any:
 
 
 class Unsized:
-    """A batch sampler that is no BatchSampler."""
+    """A batch sampler that is not a BatchSampler."""
 
     def __init__(self, size: int) -> None:
         self.size = size

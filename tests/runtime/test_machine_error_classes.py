@@ -120,7 +120,7 @@ def test_the_option_adds_classes_or_decides_alone(option, storage, os_error):
         ({"machine_errors": 3}, ["3", "list"]),
         ({"machine_errors": ["os.path"]}, ["'os.path'"]),
         ({"machine_errors": ["socket.timeoutt"]}, ["'socket.timeoutt'", "dotted name"]),
-        ({"machine_errors": ["OSErrr"]}, ["'OSErrr'", "dotted name"]),
+        ({"machine_errors": ["OSErrr"]}, ["'OSErrr' is not an exception class", "dotted name"]),
         ({"machine_errors": [int]}, ["int", "Exception"]),
         ({"machine_errors": [KeyboardInterrupt]}, ["KeyboardInterrupt"]),
         ({"machine_error_retries": -1}, ["machine_error_retries=-1", "at least 0"]),
@@ -135,7 +135,7 @@ def test_wrong_options_are_refused_at_once(options, words):
 
 def test_a_name_of_a_module_that_is_not_loaded_is_refused_by_the_strategy():
     options = RecoveryOptions(machine_errors=["botocore.ClientErrr"])
-    with pytest.raises(ConfigurationError, match=r"'botocore.ClientErrr' is no class .* dotted name"):
+    with pytest.raises(ConfigurationError, match=r"'botocore.ClientErrr' is not an exception class.* dotted name"):
         ReCycleStrategy(recovery=options)
 
 

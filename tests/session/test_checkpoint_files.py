@@ -246,7 +246,7 @@ def test_files_without_checksums_and_folders_without_a_manifest_are_taken(tmp_pa
 def test_a_file_that_no_trainer_wrote_is_refused_with_the_way_to_load_weights(content, tmp_path):
     path = tmp_path / "weights.pt"
     torch.save(content, path)
-    words = r"pt' is no checkpoint of Lightning: it has no 'pytorch-lightning_version'.* model\.load_state_dict"
+    words = r"pt' is not a checkpoint of Lightning: it has no 'pytorch-lightning_version'.* model\.load_state_dict"
     with pytest.raises(CheckpointError, match=words):
         chosen(tmp_path, path)
     torch.save(content, path, _use_new_zipfile_serialization=False)  # which a worker reads first
@@ -259,8 +259,8 @@ def test_a_folder_that_is_no_checkpoint_is_refused_with_the_newest_one_in_it(kep
         save(tmp_path / "5.ckpt", 5, False)
     with pytest.raises(CheckpointError) as caught:
         chosen(tmp_path, tmp_path)
-    newest = f"; the newest checkpoint there: {tmp_path / '5.ckpt'}" if kept else ""
-    text = "it is no checkpoint folder, with neither manifest.json nor .metadata nor meta.pt"
+    newest = f"; the newest checkpoint there: {tmp_path / '5.ckpt'}" if kept else ", and no checkpoint that is whole"
+    text = "it is not a checkpoint folder, with neither manifest.json nor .metadata nor meta.pt"
     assert str(caught.value) == f"ckpt_path='{tmp_path}': {text}{newest}."
 
 
@@ -272,7 +272,7 @@ def test_a_missing_checkpoint_is_refused_with_the_newest_whole_one_of_its_folder
     (tmp_path / "damaged.ckpt").write_bytes(b"PK\x03\x04")  # and newest
     with pytest.raises(CheckpointError) as caught:
         chosen(tmp_path, str(tmp_path / "nope.ckpt"))
-    newest = f"; the newest checkpoint there: {tmp_path / '5.ckpt'}" if kept else ""
+    newest = f"; the newest checkpoint there: {tmp_path / '5.ckpt'}" if kept else ", and no checkpoint that is whole"
     text = f"ckpt_path='{tmp_path / 'nope.ckpt'}': there is no such file or folder in {tmp_path}{newest}."
     assert str(caught.value) == text
 

@@ -259,7 +259,7 @@ class Coordinator:
         self._loop.wake()
 
     def stop(self, patience: float = _STOP_SECONDS) -> None:
-        """Stops serving: the end of a worker is no loss any more; connections stay."""
+        """Stops serving: the end of a worker is not a loss any more; connections stay."""
         self._is_closing = True
         self._vacancies.stop()
         self._loop.wake()

@@ -138,7 +138,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGUSR1, end_after_this)
 
     def note_no_run(kind: type[BaseException] | None, *_: object) -> None:
-        if kind is SystemExit and options.obey and not (finished or serving.has_met or reception.has_met):
+        has_met = finished or serving.has_met or reception.has_met
+        if kind is SystemExit and was_last.is_set() and options.obey and not has_met:
             each = "its process" if options.started == 1 else f"each of its {options.started} processes"
             log.warning(
                 "No worker joined a run: if the program trained, %s trained by itself. Give its Trainer"
@@ -165,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             exit_without_reader()
         while most_runs is None or len(finished) < most_runs:
             if not (finished and options.obey):  # then its parent is about to end it
-                log.info("Waiting for workers at %s.", shown(reception.listener.address))
+                log.info("Waiting for workers.")
             try:
                 if not serving.meet():
                     continue
@@ -300,7 +301,8 @@ def _setting(text: str) -> Setting:
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "recycle-coordinator",
-        "Run the coordinator for workers started elsewhere. Settings that are not given are those of their script.",
+        "Run the coordinator for workers started elsewhere. Settings that are not given are those of"
+        " their script, whose defaults stand in brackets.",
         "recycle-coordinator --listen 10.0.0.1:29400",
         "recycle-coordinator --listen 10.0.0.1:29400 --http 0.0.0.0:8080",
         "recycle-coordinator --listen 10.0.0.1:29400 --timeout 30 --runs 1",
@@ -315,7 +317,8 @@ def _parser() -> argparse.ArgumentParser:
         check: Check | None = item.metadata["check"]
         choices = "|".join(map(str, check.choices)).lower() if check is not None else ""
         values = choices or _UNITS.get(item.name, "SECONDS")
-        parser.add_argument(_flag(name), dest=name, metavar=values, help=item.metadata["shared"])
+        default = "" if item.default is None else f" [{str(item.default).lower().removesuffix('.0')}]"
+        parser.add_argument(_flag(name), dest=name, metavar=values, help=f"{item.metadata['shared']}{default}")
     parser.add_argument("--runs", metavar="N", help="end after this many runs; by default never")
     parser.add_argument(
         "--state",

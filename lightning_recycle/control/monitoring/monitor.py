@@ -368,7 +368,7 @@ def _schedule(monitor: Monitor, headers: Message) -> Answer:
 def _metrics(monitor: Monitor, headers: Message) -> Answer:
     try:
         status: Status | None = monitor.status()
-    except NothingToShow:  # between two runs: no run is no failure of the scrape
+    except NothingToShow:  # between two runs: no run is not a failure of the scrape
         status = None
     try:
         content, kind = metrics(status, headers.get("Accept", ""))

@@ -30,7 +30,7 @@ from lightning_recycle.errors import ConfigurationError, counted
 
 _SECONDS = 5.0  # for an answer
 _MOST_BYTES = 64 << 20
-_MOST_COLUMNS = 1000  # where the output is no terminal
+_MOST_COLUMNS = 1000  # where the output is not a terminal
 _MOST_ROWS = 64  # of positions; beyond, those that train are one row
 _COLORS = {"live": "green", "starting": "blue", "joining": "cyan", "suspected": "yellow", "lost": "red"}
 _PHASES = {"training": "green", "starting": "blue", "recovering": "red", "joining": "cyan", "over": "dim"}
@@ -85,7 +85,7 @@ class _Target:
             found = json.loads(content)
             assert found["schema"] >= 1
         except (ValueError, KeyError, TypeError, AssertionError) as error:
-            raise NoRun(f"{self} is no coordinator: it answers something else.") from error
+            raise NoRun(f"{self} is not a coordinator: it answers something else.") from error
         if found["schema"] > 1:
             raise NoRun(f"{self} runs a newer version ({found.get('version')}): use the recycle-status of that one.")
         return dict(found)
@@ -169,7 +169,7 @@ def _targets(address: str | None) -> list[_Target]:
         return [_Target(Path(address))]
     host, colon, port = address.removeprefix("http://").rstrip("/").rpartition(":")
     if not colon or not port.isdigit() or int(port) > 65535:
-        raise ConfigurationError(f"{address!r} is no address: give host:port, or the id of a process of this machine.")
+        raise ConfigurationError(f"{address!r} is not an address: give host:port, or a process id of this machine.")
     return [_Target(address=(host.strip("[]") or "localhost", int(port)))]
 
 
@@ -278,7 +278,7 @@ def _render(status: Mapping[str, Any]) -> Any:
         if speed["samples_per_second"] is not None:
             text += f", {speed['samples_per_second']:,.4g} samples/s"
         if speed["predicted_step_seconds"]:
-            text += f"; the plan predicts {1 / speed['predicted_step_seconds']:.4g} steps/s"
+            text += f"; {1 / speed['predicted_step_seconds']:.4g} by the plan, without data, hooks and logging"
         lines.append(Text(f"speed   {text}"))
     if plan is not None:
         lines.append(Text(f"plan    {_printable(plan['found_by'])}, {', '.join(plan['techniques']) or 'plain'}"))
@@ -325,7 +325,7 @@ def _positions(status: Mapping[str, Any]) -> Any:
             str(row["pid"] or "-"),
             f"#{row['incarnation']}",
             _step(row["step"]),
-            f"{row['peak_bytes'] / 1e9:.3g} GB" if row.get("peak_bytes") else "-",
+            _bytes(row["peak_bytes"]) if row.get("peak_bytes") else "-",
             _text(doing),
         )
     if hidden:
@@ -339,6 +339,10 @@ def _shares(seconds: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
         for cause, spent in sums.items():
             if spent / total >= 0.0005:
                 yield f"{cause} {100 * spent / total:.1f} %"
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 1e9:.3g} GB" if count >= 1e8 else f"{count / 1e6:.3g} MB"
 
 
 def _step(step: int) -> str:

@@ -96,7 +96,7 @@ class InThread:
 
 Job: TypeAlias = Generator[Question | InThread | None, Any, None]
 """Yields questions and gets the answers, or :class:`~lightning_recycle.errors.PlanningError` where there is none. None
-is no question, but a moment in which a more urgent job may go first.
+is not a question, but a moment in which a more urgent job may go first.
 """
 
 

@@ -494,7 +494,7 @@ def judge_exception(
     since_commit = sum(one.version == version for one in of_stage)
     if at_place >= retries or since_commit > retries:
         return Verdict.OWN
-    # A lost device is no common cause, and its process cannot go on.
+    # A lost device is not a common cause, and its process cannot go on.
     if has_peer and (raised.sticky or not since_commit):
         return Verdict.EVICT
     return Verdict.AGAIN if raised.exact and not raised.sticky else Verdict.OWN

@@ -11,7 +11,7 @@ the same workers connect again.
 A lost worker leaves the roster at once; all else changes at a *step boundary*, so nothing is redone: workers report
 where they are
 (Pause, Paused), learn where to stop (Boundary), and a generation begins when all are there (Reached). In it a joining
-worker gets its stage's state; until then it is no replica. A plan for the same workers (PlanReady) comes with the
+worker gets its stage's state; until then it is not a replica. A plan for the same workers (PlanReady) comes with the
 Boundary and takes effect without a stop, unless it needs other connections. If a generation begins before, its own plan
 holds (Resume).
 
