@@ -57,8 +57,10 @@ from lightning_recycle.session.object_graph import ObjectPack
 from lightning_recycle.session.optimizer_states import (
     Copies,
     StageStates,
+    complete_state,
     group_names,
     merge_optimizer_states,
+    own_entries,
     parameters_by_name,
     sharded_optimizer_state,
     stage_optimizer_state,
@@ -389,8 +391,9 @@ class Checkpoints(StageStates):
         """This worker's part of a sharded checkpoint; of sharded tensors its shards."""
         entries = {f"{kind}.{name}": value for kind in _WEIGHTS for name, value in self.module.state_dict().items()}
         optimizers = [] if self.collectives.client.is_joining else self.module.trainer.optimizers
-        for index in range(len(optimizers)):
-            entries |= {f"optimizer_{index}.param_groups": None, f"optimizer_{index}.others": None}
+        for index, optimizer in enumerate(optimizers):
+            kinds = ("param_groups", "others", *own_entries(complete_state(plain_optimizer(optimizer))))
+            entries |= {f"optimizer_{index}.{kind}": None for kind in kinds}
             parameters = parameters_by_name(self.module)
             for name, owned in self.owned_names(parameters).items():
                 entries[f"optimizer_{index}.state.{owned}"] = parameters[name]
@@ -593,11 +596,8 @@ class Checkpoints(StageStates):
             plugin.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
     def _shard(self, weights: Mapping[str, Any], optimizers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        shard = {**weights, **{f"optimizer_{index}": state for index, state in enumerate(optimizers)}}
-        if self.stage > 0:  # these are the same for all stages
-            equal_keys = ("param_groups", "others")
-            shard = {name: {k: v for k, v in part.items() if k not in equal_keys} for name, part in shard.items()}
-        return shard
+        parts = [{"state": part["state"]} if self.stage > 0 else part for part in optimizers]  # the rest is the same
+        return {**weights, **{f"optimizer_{index}": part for index, part in enumerate(parts)}}
 
     # ------------------------------------------------------------------ saving while the training goes on
 

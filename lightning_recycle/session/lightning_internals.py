@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from copy import copy, deepcopy
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
+from enum import Enum
 from operator import attrgetter
 from types import FunctionType, NoneType
 from typing import Any
@@ -27,7 +28,7 @@ from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateS
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
-from lightning.pytorch.utilities import grad_norm
+from lightning.pytorch.utilities import GradClipAlgorithmType, grad_norm
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from torch.amp import GradScaler
@@ -114,7 +115,11 @@ class TrainerState:
     def as_data(self) -> dict[str, Any]:
         """This state as plain data for a checkpoint, without states of callbacks."""
         settings = {
-            path: {name: found[name] for name in (*names, *_RUN_SETTINGS) if name in found}
+            path: {
+                name: found[name].value if isinstance(found[name], Enum) else found[name]  # torch reads no other classes
+                for name in (*names, *_RUN_SETTINGS)
+                if name in found
+            }
             for path, names in _PRIVATE.items()
             for found in (self.settings[path],)
         }
@@ -126,7 +131,11 @@ class TrainerState:
         """Inverse of :meth:`as_data`; without settings of a run unless ``same_run``."""
         results = tuple({key: _of_data(value) for key, value in logged.items()} for logged in data["results"])
         settings = {
-            path: {name: value for name, value in found.items() if same_run or name not in _RUN_SETTINGS}
+            path: {
+                name: GradClipAlgorithmType(value) if value and name == "gradient_clip_algorithm" else value
+                for name, value in found.items()
+                if same_run or name not in _RUN_SETTINGS
+            }
             for path, found in data["settings"].items()
         }
         return cls(data["loops"], results, settings, {})

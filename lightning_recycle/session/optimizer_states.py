@@ -129,9 +129,10 @@ def merge_optimizer_states(
     numbers = _numbers(names, copies)
     merged = merged_names(names, copies)
     return {
+        **_common("optimizer.state_dict()", map(own_entries, stage_states)),
         "state": {
             **{number: owned[name] for name, number in numbers.items() if name in owned},
-            **_common_states(stage_states),
+            **_common("optimizer.state", map(_without_parameter, stage_states)),
         },
         "param_groups": [
             {**group, "params": [numbers[name] for name in members]}
@@ -146,14 +147,19 @@ def _without_parameter(state: Mapping[str, Any]) -> dict[Any, Any]:
     return {key: value for key, value in state["state"].items() if key not in numbers}
 
 
-def _common_states(parts: Sequence[dict[str, Any]]) -> dict[Any, Any]:
-    """The entries of no parameter, which one device has once."""
+def own_entries(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a state dict that only this class of optimizers has, such as a counter of its own."""
+    return {key: value for key, value in state.items() if key not in ("state", "param_groups")}
+
+
+def _common(name: str, parts: Iterable[dict[Any, Any]]) -> dict[Any, Any]:
+    """The entries of no parameter of all stages, which one device has once."""
     found: dict[Any, Any] = {}
     for part in parts:
-        for key, value in _without_parameter(part).items():
+        for key, value in part.items():
             if not _alike(found.setdefault(key, value), value):
                 raise ConfigurationError(
-                    f"optimizer.state[{key!r}] belongs to no parameter and differs between the stages, as each computes"
+                    f"{name}[{key!r}] belongs to no parameter and differs between the stages, as each computes"
                     " it from its own layers, and on one device there is one. Use pipeline_parallel_size=1, or compute"
                     " it from what all stages know, such as the number of steps."
                 )
@@ -241,7 +247,8 @@ def stage_optimizer_state(
     merged = merged_names(names, copies)
     groups = [{**group, "params": members} for group, members in zip(stage_state["param_groups"], merged, strict=True)]
     others = _without_parameter(stage_state)
-    return {"state": state, "param_groups": groups, **({"others": others} if others else {})}
+    own = own_entries(stage_state)
+    return {**own, "state": state, "param_groups": groups, **({"others": others} if others else {})}
 
 
 def split_optimizer_state(
@@ -277,7 +284,7 @@ def split_optimizer_state(
             indices.append(next_index)
             next_index += 1
         groups.append({**group, "params": indices})
-    return {"state": state, "param_groups": groups}
+    return {**own_entries(merged), "state": state, "param_groups": groups}
 
 
 class StageStates:
@@ -388,6 +395,7 @@ class OptimizerState:
         self._states: dict[Any, Any] = {p: copied(state, before.get(p)) for p, state in states.items()}
         self._groups = [(group, {**group, "params": list(group["params"])}) for group in optimizer.param_groups]
         self._options = [copied({k: v for k, v in group.items() if k != "params"}) for group, _ in self._groups]
+        self._numbers = {k: v for k, v in vars(optimizer).items() if isinstance(v, (int, float))}  # such as counters
 
     def tensors(self) -> list[Tensor]:
         return [leaf for leaf in tree_leaves(list(self._states.values())) if isinstance(leaf, Tensor)]
@@ -396,6 +404,7 @@ class OptimizerState:
         optimizer = self._optimizer
         optimizer.state.clear()
         optimizer.state.update({p: copied(state) for p, state in self._states.items()})
+        vars(optimizer).update(self._numbers)
         self.rewind_options()
 
     def rewind_options(self) -> None:
