@@ -24,7 +24,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_recycle.torch_internals import is_registered_from_outside, moved_by_swaps, tree_leaves
+from lightning_recycle.torch_internals import (
+    hooks_outside_of_transforms,
+    is_registered_from_outside,
+    is_transforming,
+    is_zero_tensor,
+    moved_by_swaps,
+    tree_leaves,
+)
 
 HARDWARE_ERRORS = re.compile(
     r"(CUDA|HIP|XPU|NPU|ACL|Level.?Zero) (driver )?error|CUDNN_STATUS_|cuDNN error|CUBLAS_STATUS_|CUSPARSE_STATUS_"
@@ -176,12 +183,14 @@ def saved_tensors() -> Iterator[list[Tensor]]:
     saved: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
+        if is_transforming():
+            return tensor
         # Not the tensor itself: where it is the node's own output, that would be a cycle that is never collected if the
         # graph is dropped without a backward. Autograd attaches what it unpacks to the graph again.
         saved.append(tensor.detach())
         return saved[-1]
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with hooks_outside_of_transforms(torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)):
         yield saved
 
 
@@ -191,7 +200,7 @@ def storage_bytes(values: Iterable[Any], without: Iterable[int] = ()) -> int:
     sizes: dict[int, int] = {}
     for tensor in values:
         # Other layouts have several storages; dense ones are what networks save.
-        if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
+        if isinstance(tensor, Tensor) and tensor.layout is torch.strided and not is_zero_tensor(tensor):
             storage = _with_memory(tensor).untyped_storage()
             if storage.data_ptr() not in excluded:
                 sizes[storage.data_ptr()] = storage.nbytes()

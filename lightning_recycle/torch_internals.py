@@ -6,7 +6,7 @@ torch 2.6 has no public way to them. ``tests/test_import.py`` fails when one dis
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
 from typing import Any
 from unittest.mock import patch
@@ -134,6 +134,18 @@ def offset_of(tensor: Any) -> tuple[int, ...]:
     return tuple(offset)
 
 
+def hooks_after_accumulation(parameters: Iterable[nn.Parameter]) -> Iterator[tuple[nn.Parameter, dict[Any, Any]]]:
+    """The parameters that have hooks for after an accumulation of their gradient, with them."""
+    for parameter in parameters:
+        if hooks := getattr(parameter, "_post_accumulate_grad_hooks", None):
+            yield parameter, hooks
+
+
+def set_hooks_after_accumulation(parameter: nn.Parameter, hooks: dict[Any, Any]) -> None:
+    """Replaces those hooks; torch keeps the old ones if it is given None."""
+    parameter._post_accumulate_grad_hooks = hooks
+
+
 def has_step_hooks(optimizer: Optimizer) -> bool:
     """Whether hooks see each call of the optimizer's ``step``."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
@@ -162,3 +174,31 @@ def after_unscaling(
         yield
     finally:
         del scaler._unscale_grads_
+
+
+is_zero_tensor = Tensor._is_zerotensor  # one without memory
+is_transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Whether the code runs within a transform of ``torch.func``."""
+
+
+@contextmanager
+def hooks_outside_of_transforms(hooks: AbstractContextManager[None]) -> Iterator[None]:
+    """Hooks for saved tensors in the block, but not within transforms of ``torch.func``, which refuse all of them."""
+    refuse, depth = torch.autograd.graph.disable_saved_tensors_hooks, 0
+
+    @contextmanager
+    def refuse_others(message: str) -> Iterator[None]:
+        nonlocal depth
+        depth += 1
+        if depth == 1:
+            hooks.__exit__(None, None, None)
+        try:
+            with refuse(message):
+                yield
+        finally:
+            depth -= 1
+            if depth == 0:
+                hooks.__enter__()
+
+    with patch.object(torch.autograd.graph, "disable_saved_tensors_hooks", refuse_others), hooks:
+        yield

@@ -32,7 +32,8 @@ class StepResult:
             step.
         outputs: hooks' results for the outputs, by global micro-batch, if there are such hooks.
         check_next: whether all check their state after the next step.
-        add_gradients: adds the gradients of the step to those of the parameters, as a backward does.
+        add_gradients: adds the gradients of the step to those of the parameters, as a backward does; False if there
+            are none.
     """
 
     loss: float
@@ -41,7 +42,7 @@ class StepResult:
     after_step: AfterStep = AfterStep.GO_ON
     overflow: bool = False
     check_next: bool = False
-    add_gradients: Callable[[], None] = lambda: None
+    add_gradients: Callable[[], bool] = lambda: False
 
 
 class MicrobatchValues(Protocol):

@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_recycle.devices import UNSAFE_IN_GRAPHS
+from lightning_recycle.torch_internals import is_transforming
 
 _linear = F.linear
 _HAS_TAGS = "tags" in inspect.signature(torch.library.custom_op).parameters
@@ -237,7 +238,6 @@ class _Linear(torch.autograd.Function):
 # ``Function.apply`` asks whether functorch transforms are active, and takes apart what such have left behind: a fourth
 # of what it takes. Here that is asked first, and a product within one is the ordinary one.
 _apply_linear: Callable[[Tensor, Tensor, Tensor | None, bool], Tensor] = super(torch.autograd.Function, _Linear).apply
-_is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _is_cast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
@@ -366,7 +366,7 @@ def _deferrable_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None
     if (
         weight.requires_grad
         and torch.is_grad_enabled()
-        and not _is_transformed()
+        and not is_transforming()
         and _deferrable(weight)
         and _deferrable(bias)
         and input.dim() >= 2
@@ -378,7 +378,7 @@ def _deferrable_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None
 
 def _deferrable_addmm(*args: Any, **options: Any) -> Tensor:
     """``torch.addmm``, through :class:`_Linear` where it is a layer. Not compiled."""
-    is_plain = not torch.compiler.is_compiling() and torch.is_grad_enabled() and not _is_transformed()
+    is_plain = not torch.compiler.is_compiling() and torch.is_grad_enabled() and not is_transforming()
     if len(args) == 3 and not options and is_plain:
         bias, input, weight = args
         if (

@@ -3,7 +3,8 @@
 Outside of the operations of a step ``parameter.grad`` is the truth, as on one device. At a step's begin it is *put
 aside*, and backward accumulates into a buffer, of which each ``parameter.grad`` is a view; nothing is copied. After the
 sum over all workers the value that was put aside is restored, the user's zeroing runs, and the sum is added as autograd
-adds: so gradients accumulate over batches, and an override of ``optimizer_zero_grad`` counts.
+adds: so gradients accumulate over batches, and an override of ``optimizer_zero_grad`` counts. The user's hooks after
+an accumulation are put aside, too, and run once, on that.
 
 A bucket is a part of a buffer, with whole gradients, those of the last layers first, as a backward completes them
 first. Weights of several stages have buckets of their own, laid out alike in all of them. Behind its gradients a bucket
@@ -20,7 +21,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -38,7 +39,13 @@ from lightning_recycle.planning.program import Task
 from lightning_recycle.runtime.communicator import Communicator, Reduction
 from lightning_recycle.runtime.stage import Stage
 from lightning_recycle.tensor_memory import local_part, sharded_like
-from lightning_recycle.torch_internals import foreach_add_, foreach_norm, versions_of
+from lightning_recycle.torch_internals import (
+    foreach_add_,
+    foreach_norm,
+    hooks_after_accumulation,
+    set_hooks_after_accumulation,
+    versions_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -215,6 +222,7 @@ class GradientBuffers:
         self._lent: _StepBuffers | None = None
         self._versions: list[int] = []  # of the gradients that are lent
         self._set_aside: dict[nn.Parameter, Tensor | None] | None = None  # what was put aside
+        self._hooks: dict[nn.Parameter, dict[Any, Any]] = {}  # those after an accumulation, in a step
 
     def _empty(self, parameters: Sequence[nn.Parameter], statistics: Sequence[Tensor] = ()) -> _StepBuffers:
         return _StepBuffers(parameters, self._device, self._bucket_bytes, self._tie_stages, statistics)
@@ -258,6 +266,9 @@ class GradientBuffers:
                 if parameter.grad is grad:  # since the step before the last; it is emptied now
                     parameter.grad = grad.clone()
             self._set_aside = {parameter: parameter.grad for parameter in self.parameters}
+        for parameter, hooks in hooks_after_accumulation(self.parameters):
+            self._hooks.setdefault(parameter, hooks).update(hooks)
+            set_hooks_after_accumulation(parameter, OrderedDict())
         trained, statistics = self._trained(), self._statistics()
         if self._sets[step % 2].holds != _layout_key(trained, statistics):
             self._sets[step % 2] = self._empty(trained, statistics)
@@ -276,17 +287,21 @@ class GradientBuffers:
                 kind = "None" if parameter.grad is None else f"a separate {parameter.grad.layout} tensor"
                 raise UnsupportedFeatureError(
                     f"The gradient of a parameter of shape {tuple(parameter.shape)} became {kind} in a backward; the"
-                    " strategy needs dense gradients accumulated in place. Use sparse=False in embeddings, and replace"
-                    " .grad in on_after_backward() or later."
+                    " strategy needs dense gradients accumulated in place. Use sparse=False in embeddings and"
+                    " backward() without create_graph, and replace .grad in on_after_backward() or later."
                 )
 
     # ------------------------------------------------------------------ between steps
 
     def give_back(self) -> None:
-        """Restores the parameters' gradients from before the step."""
+        """Restores the parameters' gradients and hooks from before the step."""
         left, self._set_aside = self._set_aside, None
         for parameter, grad in (left or {}).items():
             parameter.grad = grad
+        hooks, self._hooks = self._hooks, {}
+        for parameter, of_one in hooks.items():
+            of_one.update(dict(hooks_after_accumulation([parameter])).get(parameter, {}))  # registered in the step
+            set_hooks_after_accumulation(parameter, of_one)
 
     def held(self) -> dict[nn.Parameter, Tensor]:
         """Gradients of parameters between steps."""
@@ -294,8 +309,8 @@ class GradientBuffers:
         return {parameter: grad for parameter, grad in found.items() if grad is not None}
 
     @torch.no_grad()
-    def add(self, step: int, accumulation: AccumulationPart) -> None:
-        """Adds the sum of ``step`` to ``parameter.grad``, as a backward would."""
+    def add(self, step: int, accumulation: AccumulationPart) -> bool:
+        """Adds the sum of ``step`` to ``parameter.grad``, as a backward would; False if there is none."""
         held = [(parameter, grad) for parameter in self.parameters if (grad := parameter.grad) is not None]
         own = self._ids_in_buffers() if held else set()
         for parameter, grad in held:
@@ -311,6 +326,10 @@ class GradientBuffers:
             if parameter.grad is None:
                 parameter.grad = grad if accumulation.batches == 1 else grad / accumulation.batches
         self._versions = [bucket.version for bucket in chosen.buckets]
+        for parameter, hooks in list(hooks_after_accumulation(parameter for parameter, _ in found)):
+            for hook in list(hooks.values()):
+                hook(parameter)
+        return bool(found)
 
     def _handed_over(self, step: int) -> _StepBuffers:
         """The gradients of ``step`` for the optimizer; copies if they are changed."""

@@ -116,7 +116,7 @@ class TrainerState:
         """This state as plain data for a checkpoint, without states of callbacks."""
         settings = {
             path: {
-                name: found[name].value if isinstance(found[name], Enum) else found[name]  # torch reads no other classes
+                name: found[name].value if isinstance(found[name], Enum) else found[name]
                 for name in (*names, *_RUN_SETTINGS)
                 if name in found
             }

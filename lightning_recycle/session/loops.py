@@ -69,9 +69,9 @@ class PipelineOptimization(_AutomaticOptimization):
                 if share.begins:
                     self._on_before_zero_grad(optimizer)
                     self._optimizer_zero_grad(batch_idx, optimizer)
-                result.add_gradients()
-                strategy.precision_plugin.pre_backward(loss, module)
-                strategy.precision_plugin.post_backward(loss, module)
+                if result.add_gradients() or result.loss:  # else all its parts returned None
+                    strategy.precision_plugin.pre_backward(loss, module)
+                    strategy.precision_plugin.post_backward(loss, module)
                 return loss
 
             if not share.ends:

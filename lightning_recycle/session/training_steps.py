@@ -60,7 +60,7 @@ from lightning_recycle.session.step_loaders import StepLoaders
 from lightning_recycle.session.worker_context import Preemption, StopRequests, WorkerContext
 from lightning_recycle.session.worker_snapshot import StepBoundary, WorkerSnapshot, WorkerState
 from lightning_recycle.tensor_memory import local_part
-from lightning_recycle.torch_internals import foreach_mul_
+from lightning_recycle.torch_internals import foreach_mul_, hooks_after_accumulation
 
 log = logging.getLogger(__name__)
 
@@ -400,6 +400,7 @@ class TrainingSteps:
         return self._checks.is_due(step) or self._newest_step.is_watched(self._optimizers)
 
     def keep_optimizer_state(self) -> None:
+        self._hooks_change_gradients()  # refuses what a step cannot be repeated with
         self._newest_step.keep(self._optimizers)
 
     def step_again(self, norm: float) -> None:
@@ -407,8 +408,17 @@ class TrainingSteps:
         self._newest_step.repeat(self._optimizers, clip_factor(self._clip_val, norm), lambda: loss)
 
     @cached_property
-    def _hooks_change_gradients(self) -> bool:
+    def _overrides_change_gradients(self) -> bool:
         return may_change_gradients(self._trainer, self.module)
+
+    def _hooks_change_gradients(self) -> bool:
+        has_hooks = any(hooks_after_accumulation(self.module.parameters()))
+        if has_hooks and not self._overrides_change_gradients and self._context.grid.stages > 1:
+            raise UnsupportedFeatureError(
+                "A parameter has a hook (register_post_accumulate_grad_hook), and Trainer(gradient_clip_val=...) clips"
+                " by the norm of all stages, which do not know of it. Change gradients in on_after_backward() instead."
+            )
+        return has_hooks or self._overrides_change_gradients
 
     @property
     def _clip_val(self) -> float:
@@ -426,7 +436,7 @@ class TrainingSteps:
         """
         plugin, mesh = self._trainer.strategy.precision_plugin, self._context.mesh
         norm = self._gradient_norm
-        if mesh is None and self._hooks_change_gradients:
+        if mesh is None and self._hooks_change_gradients():
             norm = norm_of_all(self._trainer, plugin.main_params(optimizer))
         scale = clip_factor(clip_val, norm)
         grads = [p.grad for p in plugin.main_params(optimizer) if p.grad is not None]

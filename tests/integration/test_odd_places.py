@@ -11,6 +11,8 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import GradClipAlgorithmType
 from support.growth import AwaitReplacement, rejoined
 from support.sampling import sampled
 from support.training import difference, grid_trainer, on_one_device
@@ -214,6 +216,90 @@ def _assert_same_after_a_replacement(
     assert rejoined(trainer) == [(1, 0)]
     assert difference(module.state_dict(), expected.state_dict()) < 1e-10
     return module, trainer
+
+
+class Counting(torch.optim.SGD):
+    """An optimizer whose state dict has a number of its own, by which it steps."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / self.steps
+        return super().step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "steps": self.steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.steps = state_dict.pop("steps")
+        super().load_state_dict(state_dict)
+
+
+def _halve(parameter: nn.Parameter) -> None:
+    parameter.grad.mul_(0.5)
+
+
+class Transforms(Plain):
+    """Steps that return None, transforms of torch.func, hooks after an accumulation, an optimizer with a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes: list[str] = []
+        for parameter in self.parameters():
+            parameter.register_post_accumulate_grad_hook(_halve)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
+        if batch_idx == 1:
+            return None
+        slopes = torch.func.vmap(torch.func.grad(lambda sample: self.net(sample).sum()))(batch)
+        out, tangents = torch.func.jvp(self.net, (batch,), (torch.ones_like(batch),))
+        return out.pow(2).mean() + tangents.pow(2).mean() + slopes.pow(2).mean()
+
+    def on_before_backward(self, _: Tensor) -> None:
+        self.passes.append("backward")
+
+    def on_after_backward(self) -> None:
+        self.passes.append(f"done, {float(self.net[0].weight.grad.norm()):.6f}")
+
+    def configure_optimizers(self) -> Any:
+        return Counting(self.parameters(), lr=0.1, momentum=0.5)
+
+
+def test_steps_may_use_what_sees_gradients_and_saved_tensors(tmp_path):
+    expected, module = Transforms(), Transforms()
+    one = _fit(expected, Samples(), 1)
+    trainer = _fit(module, Samples(), 2)
+    assert rejoined(trainer) == [(1, 0)]
+    assert difference(module.state_dict(), expected.state_dict()) < 1e-10
+    assert module.passes == expected.passes
+    assert trainer.optimizers[0].steps == one.optimizers[0].steps == 3 * EPOCHS
+
+
+class Counts(Plain):
+    def configure_optimizers(self) -> Any:
+        return Counting(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_what_only_an_optimizer_and_the_trainer_know_is_in_checkpoints(folder, tmp_path):
+    def train(resumed: Path | None = None) -> L.Trainer:
+        options = {"num_microbatches": 2, "save_distributed_checkpoint": folder}
+        clipping = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "norm"}
+        saves = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
+        trainer = grid_trainer(1, 2, (), options, callbacks=[saves], enable_checkpointing=True, max_steps=4, **clipping)
+        trainer.fit(Counts(), DataLoader(Samples(), batch_size=8), ckpt_path=resumed)
+        return trainer
+
+    undisturbed = train().model.state_dict()
+    trainer = train(tmp_path / "step=2.ckpt")
+    assert difference(trainer.model.state_dict(), undisturbed) < 1e-10
+    assert trainer.gradient_clip_algorithm == GradClipAlgorithmType.NORM
+    if folder:
+        return  # the optimizers stay in the workers
+    assert trainer.optimizers[0].steps == 4
+    assert torch.load(tmp_path / "step=4.ckpt", weights_only=True)["optimizer_states"][0]["steps"] == 4
 
 
 @pytest.mark.parametrize("kind", sampled([Hooked, RemembersFeatures, Replaced, SharedMemory], 2, rest=pytest.mark.long))
