@@ -24,7 +24,7 @@ from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.randomness import microbatch_randomness
 from lightning_recycle.runtime.deferred import WeightGradQueue, intercept_linear
 from lightning_recycle.tensor_memory import whole
-from lightning_recycle.torch_internals import drop_unsharded_gradients, is_fsdp_root
+from lightning_recycle.torch_internals import drop_unsharded_gradients, hooks_outside_of_transforms, is_fsdp_root
 
 
 def fully_sharded_modules(modules: Iterable[nn.Module]) -> Iterator[Any]:
@@ -201,7 +201,8 @@ class Stage:
         state = self._in_flight[microbatch] = _InFlight(step)
         if recomputed:
             state.kept_input, copy = value, apply_to_collection(value, Tensor, _copy)
-            with torch.autograd.graph.saved_tensors_hooks(_nothing, _never):  # autograd saves nothing
+            nothing = torch.autograd.graph.saved_tensors_hooks(_nothing, _never)
+            with hooks_outside_of_transforms(nothing):  # autograd saves nothing
                 output = self._with_graph(_InFlight(step), microbatch, copy, target, split_backward)
         else:
             output = self._with_graph(state, microbatch, value, target, split_backward)

@@ -40,8 +40,11 @@ class Two(nn.Module):
 
 
 class OfTwo(nn.Module):
+    """Uses a transform of torch.func, which refuses hooks for saved tensors."""
+
     def forward(self, x: Tensor, nothing: None, index: Tensor) -> Tensor:
-        return x + index.to(x.dtype)[:, None]
+        slopes = torch.func.vmap(torch.func.grad(lambda row: row.sin().sum()))(x)
+        return x + slopes + index.to(x.dtype)[:, None]
 
 
 class Named(nn.Module):
