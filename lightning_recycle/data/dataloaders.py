@@ -100,9 +100,6 @@ class AllReplicas(Sampler[int]):
         if not repeats and type(sampler) is DistributedSampler and not sampler.drop_last:
             self._keeps = len(sampler.dataset)  # type: ignore[arg-type]
 
-    def set_epoch(self, epoch: int) -> None:
-        self._sampler.set_epoch(epoch)
-
     def __len__(self) -> int:
         return self._keeps
 

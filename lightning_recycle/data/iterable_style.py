@@ -328,7 +328,6 @@ class StreamLoader(ForwardLoader, SampleLoader):
 
     def __init__(self, dataloader: Any, grid: Grid, seed: int, **options: Any) -> None:
         super().__init__(dataloader, grid, seed, **options)
-        self.batch_sampler = None
         self._drops_last = not self.evaluation or drops_last(dataloader)
         self._reader = StreamReader(dataloader, self.global_batch_size, seed, independent=self.evaluation)
         # Whether a pass depends on earlier ones.
@@ -375,8 +374,8 @@ class StreamLoader(ForwardLoader, SampleLoader):
     def _refuse(self, what: str) -> None:
         raise ConfigurationError(
             f"{type(self.dataset).__name__}, the training data, {what}: that is less than one global batch of"
-            f" {counted(self.global_batch_size, 'sample')} (batch_size={self.batch_size} of each pipeline). Use a"
-            " smaller batch_size or fewer pipelines."
+            f" {counted(self.global_batch_size, 'sample')} (batch_size={self.dataloader.batch_size} of each pipeline)."
+            " Use a smaller batch_size or fewer pipelines."
         )
 
     def state_dict(self) -> dict[str, Any]:

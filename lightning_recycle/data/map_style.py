@@ -11,6 +11,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from itertools import islice
 from typing import Any
 
@@ -31,7 +32,7 @@ from lightning_recycle.data.dataloaders import (
     seeded_for,
 )
 from lightning_recycle.data.step_sources import Address, AddressedSample, SampleLoader, StepHandle, numbers_of
-from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.planning.grid import Grid, Microbatch
 from lightning_recycle.processes import die_with_parent, end_with
 from lightning_recycle.randomness import derive_seed, seeded_everything
@@ -115,12 +116,10 @@ class MicrobatchLoader(SampleLoader):
     ) -> None:
         super().__init__(dataloader, grid, seed, **options)
         self._user_sampler = batching_of(dataloader, self.evaluation)[1]
-        # Lightning wraps the batch sampler for prediction; its callbacks read from it which samples a batch had.
-        self.batch_sampler = getattr(dataloader, "batch_sampler", None)
+        self._batching = self._batch_settings()
         self._pipeline = pipeline
         self._prefetch = prefetch
         self._addressed_dataset = _AddressedDataset(self.dataset, seed)
-        self._seeding = seeded_for(self.dataset, self._collate.collate)
         self._orders: dict[int, Sequence[Any]] = {}  # of the newest rounds
         self._drawn_rounds: tuple[int, int] | None = None  # the newest epoch with a drawn order, and its rounds
         self._order_is_reproducible = type(self._user_sampler) is SequentialSampler or self._permutes_by_seed
@@ -141,10 +140,14 @@ class MicrobatchLoader(SampleLoader):
             remedy = "a smaller batch_size or fewer pipelines" if num_samples else "a dataset that is not empty"
             raise ConfigurationError(
                 f"The training data has {num_samples} {self._unit}, fewer than one global batch of {grid.pipelines}"
-                f" pipelines x batch_size={self.batch_size}. Use {remedy}."
+                f" pipelines x batch_size={self.global_batch_size // self.batch_pipelines}. Use {remedy}."
             )
 
     _unit = "samples"
+
+    @property
+    def _seeding(self) -> Callable[[], AbstractContextManager[Any]]:
+        return seeded_for(self.dataset, self._collate.collate)
 
     @property
     def _permutes_by_seed(self) -> bool:
@@ -152,6 +155,12 @@ class MicrobatchLoader(SampleLoader):
         sampler = self._user_sampler
         covers_dataset = type(sampler) is RandomSampler and sampler.num_samples == len(self.dataset)
         return covers_dataset and not sampler.replacement and sampler.generator is None
+
+    def _batch_settings(self) -> list[Any]:
+        """What hooks must leave to torch's batch sampler; one of the user's own may change."""
+        if batching_of(self.dataloader)[0] is None:
+            return []
+        return [getattr(self.batch_sampler, name, None) for name in ("batch_size", "drop_last", "sampler")]
 
     def _count_samples(self) -> int:
         return len(self._user_sampler)
@@ -183,8 +192,8 @@ class MicrobatchLoader(SampleLoader):
 
     def __iter__(self) -> Iterator[StepHandle]:
         self._prefetcher = self._newest_prefetched = None
-        if hasattr(self.batch_sampler, "_batch_sampler"):
-            self.batch_sampler.seen_batch_indices = []  # type: ignore[union-attr]
+        if hasattr(self.batch_sampler, "_batch_sampler"):  # Lightning's, whose callbacks read what a batch had
+            self.batch_sampler.seen_batch_indices = []
         # The epoch is read at the first step: Lightning creates the iterator before it sets the epoch.
         return (self._handle(index) for index in range(self.first_step, self._num_steps))
 
@@ -295,18 +304,23 @@ class MicrobatchLoader(SampleLoader):
         one.
         """
         sampler, round_seed = self._user_sampler, _round_seed(epoch, round_index)
+        if self._batch_settings() != self._batching:
+            raise UnsupportedFeatureError(
+                "A hook changed batch_size, drop_last or sampler of the DataLoader's BatchSampler, from which the steps"
+                " were counted. Change what its sampler holds, or give another DataLoader with"
+                " reload_dataloaders_every_n_epochs."
+            )
         if self._drawn_rounds is None or self._drawn_rounds[0] != epoch:
             if self._restored_state is not None:
                 state, self._restored_state = self._restored_state, None
                 is_same_epoch, reload = state["epoch"] == epoch, state.get("reload", 0)
                 if is_same_epoch or not reload or epoch % reload:
                     self._sampler_state.load(state["before" if is_same_epoch else "after"])
+                    if not is_same_epoch:
+                        self._set_sampler_epoch(epoch)
             self._state_before = self._sampler_state.take()
         if not self.dataloader.persistent_workers or epoch == round_index == 0:
             self._draw_base_seed(sampler)
-        for epoch_sampler in (sampler, getattr(sampler, "sampler", None)):  # that of a batch sampler may count
-            if epoch_sampler is not None and hasattr(epoch_sampler, "set_epoch"):
-                epoch_sampler.set_epoch(epoch)
         with seeded_everything() as reseed:
             reseed(derive_seed(self._seed, round_seed))
             order: Sequence[Any]
@@ -321,6 +335,23 @@ class MicrobatchLoader(SampleLoader):
                 order = compact(list(sampler))
         self._drawn_rounds = epoch, round_index + 1
         self._orders = {**dict(list(self._orders.items())[1 - _KEPT_ROUNDS :]), round_seed: order}
+
+    def _set_sampler_epoch(self, epoch: int) -> None:
+        """Sets the epoch of the user's sampler as Lightning does."""
+        samplers = self.dataloader.sampler, getattr(self.dataloader.batch_sampler, "sampler", None)
+        for sampler in {id(sampler): sampler for sampler in samplers}.values():
+            if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+                set_epoch(epoch)
+
+    @override
+    def iterate_again(self) -> None:
+        """Before the first order, the user's objects draw what one device's unused iterator does."""
+        if self._drawn_rounds is not None or self._order_is_reproducible:
+            return
+        self._draw_base_seed(self._user_sampler)
+        ahead = (self.dataloader.prefetch_factor or 0) * self.dataloader.num_workers * self.batch_pipelines
+        with seeded_everything():
+            list(islice(iter(self.dataloader.batch_sampler or self.dataloader.sampler), ahead))
 
     def _draw_base_seed(self, sampler: Any) -> None:
         """Draws a DataLoader's base seed from its generator, as at the start of an epoch."""

@@ -21,7 +21,7 @@ from typing_extensions import override
 from lightning_recycle.data.dataloaders import as_index, is_sequence, samples_in
 from lightning_recycle.data.iterable_style import END, ForwardLoader
 from lightning_recycle.data.map_style import MicrobatchLoader
-from lightning_recycle.data.step_sources import Address, Collate, StepHandle
+from lightning_recycle.data.step_sources import Address, StepHandle
 from lightning_recycle.errors import ConfigurationError, counted
 from lightning_recycle.planning.grid import Grid, Microbatch, global_index
 from lightning_recycle.randomness import derive_seed, seeded_everything
@@ -72,8 +72,12 @@ class GivenBatchLoader(MicrobatchLoader):
         self._composes = dataloader.batch_sampler is not None  # otherwise a sample is a batch
         self._parts = 1 if self.evaluation else grid.global_microbatches // self.global_batch_size
         self._sizes: dict[tuple[int, int, Microbatch], int] = {}
-        if not self._composes:
-            self._collate = Collate(_ConvertOnlySample(dataloader.collate_fn), seed)
+
+    @property
+    @override
+    def _collate_function(self) -> Callable[[list[Any]], Any]:
+        convert = super()._collate_function
+        return convert if self.dataloader.batch_sampler is not None else _ConvertOnlySample(convert)
 
     @override
     def _count_samples(self) -> int:

@@ -26,7 +26,7 @@ from lightning_recycle.planning.grid import Grid, Microbatch, global_index
 from lightning_recycle.randomness import derive_seed, seeded_everything
 from lightning_recycle.torch_internals import tree_leaves, tree_map
 
-_SETTINGS = inspect.signature(DataLoader).parameters.keys() - {"sampler", "batch_sampler", "shuffle"}
+_SETTINGS = inspect.signature(DataLoader).parameters.keys()
 Address: TypeAlias = tuple[int, Any]
 """(seed of the round, index); the index is an integer, or a list of integers to read at once."""
 
@@ -42,11 +42,13 @@ def numbers_of(index: Any) -> Iterable[int]:
 class StepHandle:
     """Address of the batch of a step, which loops and hooks see instead of the data.
 
-    Callbacks that look into the batch find the whole global batch, read here on the first access.
+    Callbacks that look into the batch find the whole global batch, read here on the first access. ``kept``: what hooks
+    that convert it have changed, as (attributes, name, before, after), once they have run.
     """
 
     def __init__(self, loader: StepSource, epoch: int, index: int) -> None:
         self.loader, self.epoch, self.index = loader, epoch, index
+        self.kept: list[tuple[dict[str, Any], str, Any, Any]] | None = None
         self._data: tuple[Any] | None = None
 
     @property
@@ -93,11 +95,11 @@ class StepSource(ABC):
     ``evaluation``: a step may be smaller than others, with empty micro-batches.
 
     Attributes:
-        prepare: called first with collated data, its seed and :attr:`dataloader_idx`; moves it to the device.
+        prepare: called first with collated data, its handle and seed; moves it to the device.
         dataloader_idx: index among several loaders of an evaluation that are read one after another.
     """
 
-    prepare: Callable[[Any, int, int], Any] | None = None
+    prepare: Callable[[Any, StepHandle, int], Any] | None = None
     dataloader_idx = 0
 
     def __init__(self, grid: Grid, seed: int, evaluation: bool) -> None:
@@ -118,7 +120,7 @@ class StepSource(ABC):
         """``data`` on the device; ``index``: its micro-batch, -1 for the whole batch."""
         if self.prepare is None:
             return data
-        return self.prepare(data, derive_seed(self._seed, handle.epoch, handle.index, index), self.dataloader_idx)
+        return self.prepare(data, handle, derive_seed(self._seed, handle.epoch, handle.index, index))
 
     @abstractmethod
     def begin_step(self, handle: StepHandle) -> None:
@@ -203,14 +205,21 @@ class StepLoader(StepSource):
         self.first_step = 0
         self.end_step: float = math.inf
         self._is_entering = True
-        self.sampler = self  # Lightning calls sampler.set_epoch() at the start of each epoch
         self._epoch = 0
 
     def __getattr__(self, name: str) -> Any:
-        """Settings of the user's loader, for hooks."""
-        if name in _SETTINGS and "dataloader" in vars(self):
-            return getattr(self.dataloader, name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        """Attributes of the user's loader, such as its sampler, for hooks and Lightning."""
+        if name.startswith("_") or name in ("dataloader", "state_dict", "load_state_dict"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.dataloader, name)
+
+    @override
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Hooks set the settings of the user's loader, or get its error."""
+        if name in _SETTINGS:
+            setattr(self.dataloader, name, value)
+        else:
+            super().__setattr__(name, value)
 
     @property
     @override
@@ -218,6 +227,7 @@ class StepLoader(StepSource):
         return [self]
 
     def set_epoch(self, epoch: int) -> None:
+        """The next iterations are over ``epoch``, which Lightning sets for the sampler."""
         self._epoch = epoch
 
     def reseed(self, seed: int) -> None:
@@ -227,6 +237,9 @@ class StepLoader(StepSource):
         """The training loop is about to iterate from ``first_step`` to ``end_step``."""
         self.first_step, self.end_step = first_step, end_step
         self._is_entering = True
+
+    def iterate_again(self) -> None:
+        """Lightning replaces its iterator, which so far has only been created."""
 
     def entered(self) -> None:
         """The training loop has its iterator; hooks' iterators have passes of their own."""
@@ -259,10 +272,18 @@ class SampleLoader(StepLoader):
     def __init__(self, dataloader: Any, grid: Grid, seed: int, **options: Any) -> None:
         super().__init__(dataloader, grid, seed, **options)
         check_dataloader(dataloader, None if self.evaluation else grid.global_microbatches // self.batch_pipelines)
-        self.dataset = dataloader.dataset
-        self.batch_size = batching_of(dataloader)[0] or 1  # a batch that is given counts as one sample
-        self.global_batch_size = self.batch_size * self.batch_pipelines
-        self._collate = Collate(dataloader.collate_fn, seed)
+        batch_size = batching_of(dataloader)[0] or 1  # a batch that is given counts as one sample
+        self.global_batch_size = batch_size * self.batch_pipelines
+        self._collate = Collate(self._collate_function, seed)
+
+    @property
+    def _collate_function(self) -> Callable[[list[Any]], Any]:
+        return self.dataloader.collate_fn  # type: ignore[no-any-return]
+
+    @override
+    def enter_epoch(self, first_step: int, end_step: float) -> None:
+        super().enter_epoch(first_step, end_step)
+        self._collate.collate = self._collate_function  # a hook may have set another
 
     @override
     def reseed(self, seed: int) -> None:

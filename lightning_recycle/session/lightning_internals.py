@@ -213,6 +213,13 @@ def resume_at_counters(trainer: pl.Trainer, mid_epoch: bool) -> None:
         val._last_val_dl_reload_epoch = trainer.current_epoch
 
 
+def epochs_so_far(trainer: pl.Trainer) -> int:
+    """The number of processed epochs, which Lightning gives samplers as the epoch."""
+    counts = trainer.fit_loop.epoch_progress.current
+    assert isinstance(counts, _ProcessedTracker)
+    return counts.processed
+
+
 def rewind_to_batch(trainer: pl.Trainer) -> None:
     """Lets a batch that has begun begin once more, in an epoch that has begun."""
     loop, connector = trainer.fit_loop, trainer._logger_connector

@@ -20,7 +20,6 @@ from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.loops.optimization.manual import _ManualOptimization
-from lightning.pytorch.loops.progress import _ProcessedTracker
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer import call
 from torch.optim import Optimizer
@@ -34,6 +33,7 @@ from lightning_recycle.runtime.gradients import AccumulationPart
 from lightning_recycle.session.gradient_clipping import called_once
 from lightning_recycle.session.lightning_internals import (
     ends_step,
+    epochs_so_far,
     lightning_optimizers,
     resume_at_counters,
     rewind_to_batch,
@@ -177,6 +177,8 @@ class PipelineEpochLoop(_TrainingEpochLoop):
         is_alone = len(loaders) == 1
         for loader in loaders:
             assert isinstance(loader, StepLoader)
+            if self.trainer.current_epoch > 0 and not fit_loop.is_resuming and not self.restarting:
+                loader.iterate_again()  # as the parent does
             loader.enter_epoch(first if is_alone else 0, fit_loop.max_batches)
         self._runner.loaders.compare(loaders)
         super().on_run_start(data_fetcher)
@@ -264,9 +266,7 @@ class PipelineFitLoop(_FitLoop):
     @property
     @override
     def skip(self) -> bool:
-        progress = self.epoch_progress.current
-        assert isinstance(progress, _ProcessedTracker)
-        steps, epochs = self.epoch_loop.global_step, progress.processed
+        steps, epochs = self.epoch_loop.global_step, epochs_so_far(self.trainer)
         is_past = -1 < self.max_steps < steps or -1 < (self.max_epochs or -1) <= epochs
         self._has_started, self._goes_on = False, self.runner.checkpoints.resumes_mid_epoch and not is_past
         return super().skip
@@ -295,6 +295,7 @@ class PipelineFitLoop(_FitLoop):
             self._load_combined_loader_states()  # configure_optimizers() may have read the loaders before
             for loader in self._combined_loader.flattened:
                 loader.entered()
+        self.runner.loaders.set_epoch(epochs_so_far(self.trainer))  # as the parent does next, of the samplers
 
     @override
     def on_advance_start(self) -> None:

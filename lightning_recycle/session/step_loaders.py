@@ -5,7 +5,8 @@ A worker reads the micro-batches of its schedule by address; the user's hooks co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,11 +24,13 @@ from lightning_recycle.data.dataloaders import (
 from lightning_recycle.data.iterable_style import StreamLoader
 from lightning_recycle.data.map_style import MicrobatchLoader
 from lightning_recycle.data.prebatched import BatchIterableLoader, GivenBatchLoader
-from lightning_recycle.data.step_sources import SampleLoader, StepLoader
+from lightning_recycle.data.step_sources import SampleLoader, StepHandle, StepLoader
 from lightning_recycle.randomness import layer_randomness, seeded_everything
-from lightning_recycle.session.lightning_internals import loaders_of, transfer_batch
+from lightning_recycle.session.change_tracker import ABSENT
+from lightning_recycle.session.lightning_internals import epochs_so_far, loaders_of, transfer_batch
 from lightning_recycle.session.worker_context import WorkerContext
 
+_PLAIN = (bool, int, float, str, type(None))
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
@@ -38,12 +41,14 @@ class StepLoaders:
         self._context = context
         self._loaders: list[StepLoader] = []
         self._transfers = True
+        self._converting: list[Any] = []  # module and data module, if their hooks convert batches
+        self._newest: StepHandle | None = None
 
     def setup(self, module: pl.LightningModule) -> None:
         """Called once ``module`` is that of this stage."""
         sources = [s for s in (module, getattr(self._context.trainer, "datamodule", None)) if s is not None]
-        overridden = any(is_overridden(hook, source) for hook in _TRANSFER_HOOKS for source in sources)
-        self._transfers = self._context.device.type != "cpu" or overridden
+        self._converting = [s for s in sources if any(is_overridden(hook, s) for hook in _TRANSFER_HOOKS)]
+        self._transfers = self._context.device.type != "cpu" or bool(self._converting)
 
     def add(self, dataloader: Any) -> StepLoader:
         """A source of steps that reads what ``dataloader`` would read."""
@@ -57,6 +62,8 @@ class StepLoaders:
                 " order. Keep a number of the epoch, a generator or a list instead."
             )
         loader.prepare = self._on_device
+        if self._context.fitting:
+            loader.set_epoch(epochs_so_far(self._context.trainer))
         self._loaders.append(loader)
         return loader
 
@@ -106,6 +113,10 @@ class StepLoaders:
             old.close()
             self._loaders.remove(old)
 
+    def set_epoch(self, epoch: int) -> None:
+        for loader in self._loaders:
+            loader.set_epoch(epoch)
+
     def reseed(self, seed: int) -> None:
         for loader in self._loaders:
             loader.reseed(seed)
@@ -128,17 +139,48 @@ class StepLoaders:
         training = (loader for loader in self._loaders if not loader.evaluation)
         return next((loader.global_batch_size for loader in training if isinstance(loader, SampleLoader)), 0)
 
-    def _on_device(self, data: Any, seed: int, dataloader_idx: int) -> Any:
+    def _on_device(self, data: Any, handle: StepHandle, seed: int) -> Any:
         """Converts and moves a collated batch with the user's hooks."""
         trainer, device = self._context.trainer, self._context.device
         data = trainer.strategy.precision_plugin.convert_input(data)
         if not self._transfers:
             return data
         module = trainer.lightning_module
-        with seeded_everything() as reseed, layer_randomness(device) as generator:
+        with self._changing_once(handle), seeded_everything() as reseed, layer_randomness(device) as generator:
             reseed(seed)
             generator.manual_seed(seed)
-            return transfer_batch(module, data, device, dataloader_idx)
+            return transfer_batch(module, data, device, handle.loader.dataloader_idx)
+
+    @contextmanager
+    def _changing_once(self, handle: StepHandle) -> Iterator[None]:
+        """What hooks in the block count, they count once in a step, however often it is read."""
+        is_repeated = handle.kept is not None and handle is not self._newest
+        if not is_repeated:
+            self.take_back_changes(handle)
+        tables = [(vars(source), dict(vars(source))) for source in self._converting]
+        yield
+        changes = [
+            (table, name, old.get(name, ABSENT), new)
+            for table, old in tables
+            for name, new in table.items()
+            if type(new) in _PLAIN and old.get(name, ABSENT) is not new
+        ]
+        earlier, handle.kept = handle.kept, changes
+        if is_repeated:
+            self.take_back_changes(handle)
+            handle.kept = earlier
+        else:
+            self._newest = handle
+
+    def take_back_changes(self, handle: StepHandle) -> None:
+        """Takes back what converting the batch has changed: its step begins again."""
+        for table, name, before, after in handle.kept or ():
+            if table.get(name) is not after:
+                continue  # others have changed it since
+            table[name] = before
+            if before is ABSENT:
+                del table[name]
+        handle.kept = None
 
 
 def addressed_loaders(loop: Any) -> list[MicrobatchLoader]:

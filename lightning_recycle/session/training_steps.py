@@ -350,6 +350,8 @@ class TrainingSteps:
 
     def on_recovery(self, step: int, is_applied: bool) -> None:
         self.recorder.microbatch_changes.run_again()
+        if self.executor.version in self._progress:  # otherwise the newest step is applied
+            self.loaders.take_back_changes(self._handle)
         self._checks.announce(step + is_applied)
         self._at_fault_point("recovery", step)
 

@@ -12,15 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.fabric.utilities.data import _set_sampler_epoch
 from support.forked import ForkedProcess
 from support.process_tree import is_alive
-from support.samplers import Numbers
+from support.samplers import Numbers, Told
 from support.waiting import next_line, wait_for
 from torch import Tensor
 from torch.utils import data as td
 
 from lightning_recycle.data.dataloaders import check_dataloader
 from lightning_recycle.data.map_style import MicrobatchLoader
+from lightning_recycle.data.prebatched import GivenBatchLoader
 from lightning_recycle.data.step_sources import StepHandle
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.planning.grid import Grid, Microbatch, global_index
@@ -310,6 +312,7 @@ def test_data_of_steps_that_cannot_be_redone_any_more_is_released():
 def test_a_sampler_of_the_users_is_followed_and_is_the_same_for_every_grid(sampler):
     def samples(grid: Grid, batch_size: int, epoch: int) -> list[list[int]]:
         source = loader(Numbers(24), grid, batch_size, sampler=sampler(24))
+        _set_sampler_epoch(source, epoch)
         return [sorted(torch.cat(step_data(source, epoch, step)).tolist()) for step in range(len(source))]
 
     expected = samples(Grid(1, 1, 1), 12, 1)
@@ -318,6 +321,60 @@ def test_a_sampler_of_the_users_is_followed_and_is_the_same_for_every_grid(sampl
     assert samples(Grid(3, 2, 2), 4, 2) != expected
     if sampler is FromTheEnd:
         assert expected[0] == list(range(11, 23)), "the block of the sampler's own order"
+
+
+class Named(td.DataLoader[Any]):
+    """A loader of a user's, with an attribute."""
+
+    name = "mine"
+
+
+def test_hooks_find_what_the_users_loader_has_and_change_it_there():
+    sampler = td.WeightedRandomSampler([1.0, 0.0] * 12, 24, generator=torch.Generator().manual_seed(1))
+    users = Named(Numbers(24), batch_size=4, sampler=sampler)
+    source = MicrobatchLoader(users, Grid(2, 1, 2), 0, SEED)
+    assert source.sampler is sampler
+    assert source.batch_sampler is users.batch_sampler
+    assert (source.name, source.batch_size, source.dataset) == ("mine", 4, users.dataset)
+    with pytest.raises(AttributeError, match="'Named' object has no attribute 'others'"):
+        source.others  # noqa: B018
+    with pytest.raises(ValueError, match="sampler attribute should not be set"):
+        source.sampler = td.SequentialSampler(range(24))
+    assert not any(int(i) % 2 for i in torch.cat(step_data(source, 0, 0)))
+    source.sampler.weights = 1 - sampler.weights
+    source.collate_fn = negated
+    source.enter_epoch(0, 3)
+    assert all(int(i) < 0 and int(i) % 2 for i in torch.cat(step_data(source, 1, 0)))
+
+
+def negated(samples: list[Tensor]) -> Tensor:
+    return -torch.stack(samples)
+
+
+@pytest.mark.parametrize(("name", "value"), [("batch_size", 8), ("sampler", td.SequentialSampler(range(24)))])
+def test_a_change_of_torchs_batch_sampler_is_refused_before_the_next_epoch(name, value):
+    source = loader(Numbers(24), Grid(2, 1, 2), 4)
+    step_data(source, 0, 0)
+    setattr(source.batch_sampler, name, value)
+    with pytest.raises(UnsupportedFeatureError, match="A hook changed batch_size, drop_last or sampler"):
+        step_data(source, 1, 0)
+
+
+def test_an_epoch_is_set_once_and_only_where_lightning_sets_it():
+    class Batches(td.BatchSampler):
+        def set_epoch(self, epoch: int) -> None:
+            raise AssertionError("Lightning does not call it")
+
+    grid, alone, within = Grid(2, 1, 1), Told(24), Told(24)
+    batches = Batches(within, 4, drop_last=True)
+    for source in (
+        MicrobatchLoader(td.DataLoader(Numbers(24), batch_size=4, sampler=alone), grid, 0, SEED),
+        GivenBatchLoader(td.DataLoader(Numbers(24), batch_sampler=batches), grid, 0, SEED),
+    ):
+        for epoch in range(2):
+            _set_sampler_epoch(source, epoch)
+            step_data(source, epoch, 0)
+    assert alone.epochs == within.epochs == [0, 1]
 
 
 def test_a_sampler_that_inherits_from_that_of_torch_keeps_its_own_order():
@@ -414,7 +471,7 @@ def test_prepare_gets_a_seed_that_belongs_to_the_microbatch():
     seeds: dict[int, list[int]] = {}
     for attempt in range(2):
         source = loader(Numbers(16), Grid(1, 1, 2), 4)
-        source.prepare = lambda data, seed, _, attempt=attempt: seeds.setdefault(attempt, []).append(seed) or data
+        source.prepare = lambda data, _, seed, attempt=attempt: seeds.setdefault(attempt, []).append(seed) or data
         for step in range(2):
             step_data(source, 0, step)
     assert seeds[0] == seeds[1]
@@ -442,8 +499,9 @@ def test_each_pipeline_reads_what_its_replica_would(kind, shuffle, drop_last, si
     )
     assert len(loader) == len(samplers[0]) // 4
     for epoch in (0, 3):
-        for pipeline, sampler in enumerate(samplers):
+        for sampler in samplers:
             sampler.set_epoch(epoch)
+        for pipeline, sampler in enumerate(samplers):
             expected = list(sampler)
             for step in range(len(loader)):
                 read = [i for m in (0, 1) for _, i in loader.addresses(epoch, step, Microbatch(pipeline, m))]

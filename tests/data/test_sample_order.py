@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.samplers import Counts, Numbers
+from lightning.fabric.utilities.data import _set_sampler_epoch
+from support.samplers import Counts, Numbers, Told
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
 
@@ -105,6 +106,28 @@ def test_an_order_that_the_users_generators_draw_is_that_of_one_device(name):
     for epoch in range(3):
         for step, batch in enumerate(islice(alone, STEPS)):  # Lightning asks for no more
             assert [index for _, index in source._addresses(epoch, step)] == batch.tolist()
+
+
+@pytest.mark.parametrize("name", [name for name in SAMPLERS if name not in ("shuffled", "from the global generators")])
+def test_an_iterator_that_one_device_replaces_unused_leaves_the_same_order(name):
+    source, alone = loader(**SAMPLERS[name]()), DataLoader(Numbers(SIZE), batch_size=8, **SAMPLERS[name]())
+    source.iterate_again()
+    iter(alone)
+    assert order(source, 2) == [index for batch in alone for index in batch.tolist()]
+
+
+def test_the_epoch_of_a_sampler_is_set_again_on_its_state_of_an_earlier_epoch():
+    whole, resumed = loader(sampler=Told(SIZE)), loader(sampler=Told(SIZE))
+    orders, states = [], []
+    for epoch in range(3):
+        _set_sampler_epoch(whole, epoch)
+        orders.append(order(whole, epoch))
+        states.append(whole.order_state())
+    for epoch in (1, 2):
+        resumed.load_order_state(states[1])
+        _set_sampler_epoch(resumed, epoch)
+        assert order(resumed, epoch) == orders[epoch]
+        assert resumed.sampler.epochs == list(range(epoch + 1))
 
 
 @pytest.mark.parametrize("name", SAMPLERS)

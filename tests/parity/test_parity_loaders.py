@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import CombinedLoader
 from support.growth import AwaitReplacement, rejoined
-from support.samplers import Counts
+from support.samplers import Counts, Told
 from support.sampling import sampled
 from support.training import failures
 from torch import Tensor
@@ -283,6 +283,38 @@ def test_a_kill_changes_nothing_and_a_replacement_finds_its_place(tmp_path, name
     assert failures(grid.trainer) == rejoined(grid.trainer) == [(1, 1), (0, 0)]
     same.assert_same(one.weights, grid.weights)
     same.assert_same(one.results, grid.results, same.FLOAT32_TOLERANCE)
+
+
+class Steers(Several):
+    """Changes the order of the next epoch through the Trainer, and counts batches as they are moved."""
+
+    moved = 0
+
+    def on_train_epoch_end(self) -> None:
+        self.trainer.train_dataloader.sampler.order.reverse()
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.moved += 1
+        return super().on_after_batch_transfer(batch, dataloader_idx)
+
+
+def steered(*callbacks: Callback) -> Callable[[same.Session], None]:
+    def script(session: same.Session) -> None:
+        module, sampler = Steers(), Told(SIZE)
+        trainer = session.trainer(max_epochs=3, callbacks=[*callbacks])
+        trainer.fit(module, DataLoader(same.samples(SIZE), session.data.batch_size, sampler=sampler))
+        session.run.results.update(weights=module.state_dict(), moved=module.moved, epochs=sampler.epochs)
+
+    return script
+
+
+def test_hooks_steer_the_users_sampler_and_what_moves_batches_counts_them_once(tmp_path):
+    one = same.on_one_device(steered(), tmp_path / "one")
+    faults = FaultInjectionCallback([Fault("kill", 0, 1, step=2), Fault("kill", 1, 0, step=6)])
+    grid = same.on_a_grid(steered(faults, AwaitReplacement([4, 8])), tmp_path, max_restarts=10)
+    assert failures(grid.trainer) == [(0, 1), (1, 0)]
+    assert one.results["epochs"] == [0, 1, 2]
+    same.assert_same(one.results, grid.results)
 
 
 RESUMED = [

@@ -39,3 +39,25 @@ class Counts(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         self.epoch += 1
         return iter(torch.randperm(self.size, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+
+class Told(Sampler[int]):
+    """Has its order in an attribute, rotated by the epoch, and lists the epochs that were set.
+
+    Args:
+        size: the number of samples.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.order = list(range(size))
+        self.epochs: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __iter__(self) -> Iterator[int]:
+        first = self.epochs[-1]
+        return iter(self.order[first:] + self.order[:first])
