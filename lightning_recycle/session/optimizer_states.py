@@ -148,7 +148,7 @@ def _without_parameter(state: Mapping[str, Any]) -> dict[Any, Any]:
 
 
 def own_entries(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of a state dict that only this class of optimizers has, such as a counter of its own."""
+    """The entries of a state dict that only this class of optimizers has."""
     return {key: value for key, value in state.items() if key not in ("state", "param_groups")}
 
 
