@@ -153,7 +153,7 @@ class StepLoaders:
 
     @contextmanager
     def _changing_once(self, handle: StepHandle) -> Iterator[None]:
-        """What hooks in the block count, they count once in a step, however often it is read."""
+        """Hooks in the block count a step once, however often it is read."""
         is_repeated = handle.kept is not None and handle is not self._newest
         if not is_repeated:
             self.take_back_changes(handle)
