@@ -157,7 +157,7 @@ class MicrobatchLoader(SampleLoader):
         return covers_dataset and not sampler.replacement and sampler.generator is None
 
     def _batch_settings(self) -> list[Any]:
-        """What hooks must leave to torch's batch sampler; one of the user's own may change."""
+        """Settings of torch's batch sampler that hooks may not change; [] for a user's."""
         if batching_of(self.dataloader)[0] is None:
             return []
         return [getattr(self.batch_sampler, name, None) for name in ("batch_size", "drop_last", "sampler")]
@@ -345,7 +345,7 @@ class MicrobatchLoader(SampleLoader):
 
     @override
     def iterate_again(self) -> None:
-        """Before the first order, the user's objects draw what one device's unused iterator does."""
+        """Draws what one device's unused iterator does, before the first order."""
         if self._drawn_rounds is not None or self._order_is_reproducible:
             return
         self._draw_base_seed(self._user_sampler)
