@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeAlias, cast
 
 import lightning.pytorch as pl
@@ -45,7 +46,6 @@ from lightning_recycle.model.layers import (
     weights_of,
 )
 from lightning_recycle.session import lightning_internals as internals
-from lightning_recycle.session.checkpoint_callbacks import swap_schedules
 from lightning_recycle.session.configuration import Gathering, ResultRoute
 from lightning_recycle.session.object_attributes import is_own
 from lightning_recycle.session.object_graph import (
@@ -59,7 +59,6 @@ from lightning_recycle.session.object_graph import (
     weights_for,
 )
 from lightning_recycle.session.optimizer_states import (
-    Copies,
     complete_state,
     group_names,
     load_parameter_groups,
@@ -208,13 +207,40 @@ class UserObjects:
         new_weights = {name: nn.Parameter(w, flags[name]) if name in flags else w for name, w in weights.items()}
         graph.update(carried.pack, torch.device("cpu"), {**graph.large, **weights_for(module, new_weights)})
 
+    def _training(self, training: SimpleNamespace) -> ObjectGraph:
+        """The graph of optimizers and schedulers, without what depends on the stage."""
+        trainer = self._trainer
+        anchors = {
+            **{f"module {name}": module for name, module in trainer.lightning_module.named_modules()},
+            **{f"callback {i}": callback for i, callback in enumerate(self._callbacks)},
+            **self._data,
+            **process_anchors(trainer, optimizers=False),
+        }
+        graph = partial(ObjectGraph, {"training": training}, anchors, bound=(DeviceMesh,), optimizers=True)
+        return graph(skipped=[f"{path}.{name}" for path in graph().nodes_of(Optimizer) for name in _BY_STAGE])
+
+    def pack_training(self) -> ObjectPack:
+        """Packs the optimizers and schedulers of the Trainer, which hooks may have replaced."""
+        strategy, weights = self._trainer.strategy, weights_by_name(self._trainer.lightning_module)
+        training = SimpleNamespace(optimizers=strategy.optimizers, schedulers=strategy.lr_scheduler_configs)
+        return self._training(training).pack({id(tensor): name for name, tensor in weights.items()}).on_cpu()
+
+    def unpack_training(self, packed: ObjectPack, training: SimpleNamespace) -> None:
+        """Makes ``training`` the workers': its own optimizers and schedulers where they are of the same class."""
+        weights = weights_for(self._trainer.lightning_module, {})
+        self._training(training).update(packed, torch.device("cpu"), weights)
+
+
+_BY_STAGE = ("state", "param_groups")  # of an optimizer
+
 
 @dataclass(frozen=True)
 class LeaderResult:
     """The leader's part of a result: all that is not a stage's own.
 
     ``trainer``: attributes of the Trainer and its parts, by path; ``loaders``: states of the DataLoaders of each loop;
-    ``objects``: the user's, outside of stages; ``copies``: parameters that copy another stage's, by stage and name.
+    ``objects``: the user's, outside of stages; ``training``: optimizers and schedulers, if they are delivered;
+    ``copies``: parameters that copy another stage's, by stage and name.
     """
 
     returned: Any
@@ -222,7 +248,7 @@ class LeaderResult:
     loops: dict[str, dict[str, Any]]
     loaders: dict[str, list[dict[str, Any]]]
     objects: CarriedObjects
-    schedulers: list[dict[str, Any]]
+    training: ObjectPack | None
     copies: dict[tuple[int, str], str]
     precision: dict[str, Any]
 
@@ -299,7 +325,7 @@ def leader_result(
         loops=internals.loop_states(trainer),
         loaders=internals.loader_states(trainer),
         objects=objects,
-        schedulers=[config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+        training=user.pack_training() if _delivers_optimizers(session) and route is not ResultRoute.STAYS else None,
         copies=dict(session.checkpoints.copies),
         precision=trainer.precision_plugin.state_dict(),
     )
@@ -356,35 +382,30 @@ WHY_NO_OPTIMIZERS = (
 
 
 def make_optimizers(
-    module: pl.LightningModule,
-    stages: Sequence[StageOptimizers],
-    copies: Copies,
-    schedulers: Sequence[dict[str, Any]],
+    user: UserObjects, module: pl.LightningModule, stages: Sequence[StageOptimizers], leader: LeaderResult
 ) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
     """The optimizers and schedulers of the whole model, from those of all stages.
 
-    Raises ConfigurationError if the module cannot make them here.
+    Raises ConfigurationError if they cannot be made here.
     """
-    try:
-        optimizers, configs = internals.init_optimizers(module)
-    except Exception as error:  # the user's: it may need what exists in the workers only
-        raise ConfigurationError(
-            f"{type(module).__name__}.configure_optimizers() fails in the launching process, without what setup() made"
-            f" in the workers: {type(error).__name__}: {error}"
-        ) from error
+    why = f"{type(module).__name__}.configure_optimizers() fails in the launching process, without what setup() made in"
+    why += " the workers"
     by_optimizer = [list(zip(*each, strict=True)) for each in zip(*stages, strict=True)]  # (states, names) of each
-    load_parameter_groups(module, optimizers, [merged_names(names, copies) for _, names in by_optimizer])
-    swap_schedules(module.trainer, optimizers, configs)
-    if len(configs) != len(schedulers):
-        raise ConfigurationError(
-            f"a callback has replaced the learning-rate schedulers: configure_optimizers() returns {len(configs)}, and"
-            f" the workers have {len(schedulers)}"
-        )
-    for optimizer, (states, names) in zip(optimizers, by_optimizer, strict=True):
-        optimizer.load_state_dict(merge_optimizer_states(states, names, copies))
-    for config, state in zip(configs, schedulers, strict=True):
-        config.scheduler.load_state_dict(state)
-    return optimizers, configs
+    training = SimpleNamespace()
+    assert leader.training is not None, "it comes with the states"
+    try:
+        training.optimizers, training.schedulers = internals.init_optimizers(module)
+        why = "the workers' optimizers do not fit into the launching process"
+        user.unpack_training(leader.training, training)
+        groups = [merged_names(names, leader.copies) for _, names in by_optimizer]
+        load_parameter_groups(module, training.optimizers, groups)
+        for optimizer, (states, names) in zip(training.optimizers, by_optimizer, strict=True):
+            optimizer.load_state_dict(merge_optimizer_states(states, names, leader.copies))
+    except ConfigurationError:
+        raise
+    except Exception as error:  # the user's: it may need what exists in the workers only
+        raise ConfigurationError(f"{why}: {type(error).__name__}: {error}") from error
+    return training.optimizers, training.schedulers
 
 
 # ---------------------------------------------------------------------- the whole
@@ -407,12 +428,12 @@ def take_results(call: TrainerCall, results: MutableMapping[int, Any]) -> Any:
     stages.sort(key=lambda result: (result.stage, result.member))
     stages = [StageResult.merged(list(members)) for _, members in groupby(stages, key=lambda result: result.stage)]
     has_weights = all(result.state is not None for result in stages)
+    flags = {name: flag for result in stages for name, flag in result.objects.requires_grad.items()}
     call.attach_data()
     user = UserObjects(call)
     if has_weights:
         for result in stages:
             state.update(result.state or {})
-        flags = {name: flag for result in stages for name, flag in result.objects.requires_grad.items()}
         adapt: Callable[[Mapping[str, torch.Tensor]], None] = partial(_add_weights_made_by_hooks, trainer, flags)
         _take_weights(trainer, state, partial(user.unpack, leader.objects) if leader.objects.whole else adapt)
     _restore_trainer(trainer, leader)
@@ -421,9 +442,11 @@ def take_results(call: TrainerCall, results: MutableMapping[int, Any]) -> Any:
         user.unpack(result.objects, state)
         set_non_state_tensors(trainer.lightning_module, result.non_state_tensors)
     user.unpack(leader.objects, state)
+    for name, parameter in trainer.lightning_module.named_parameters():
+        parameter.requires_grad_(flags.get(name, parameter.requires_grad))  # hooks may have changed it
     if trainer.state.fn == TrainerFn.FITTING:
         cast(ConfiguredStrategy, trainer.strategy).missing_weights = None if has_weights else WHY_NO_WEIGHTS
-        _restore_optimizers(trainer, [result.optimizers for result in stages], leader)
+        _restore_optimizers(trainer, user, [result.optimizers for result in stages], leader)
     if trainer.state.fn == TrainerFn.PREDICTING and leader.returned is not None:
         several = trainer.predict_loop.num_dataloaders > 1  # what is returned of one is not in a list of loaders
         internals.set_predictions(trainer, leader.returned if several else [leader.returned])
@@ -503,14 +526,16 @@ def _restore_trainer(trainer: pl.Trainer, leader: LeaderResult) -> None:
     internals.restore_loaders(trainer, leader.loaders)
 
 
-def _restore_optimizers(trainer: pl.Trainer, stages: Sequence[StageOptimizers | None], leader: LeaderResult) -> None:
+def _restore_optimizers(
+    trainer: pl.Trainer, user: UserObjects, stages: Sequence[StageOptimizers | None], leader: LeaderResult
+) -> None:
     strategy = cast(ConfiguredStrategy, trainer.strategy)
     states = [stage for stage in stages if stage is not None]
     strategy.missing_optimizers = WHY_NO_OPTIMIZERS if len(states) < len(stages) else None
     if strategy.missing_optimizers is None:
         try:
             strategy.optimizers, strategy.lr_scheduler_configs = make_optimizers(
-                trainer.lightning_module, states, leader.copies, leader.schedulers
+                user, trainer.lightning_module, states, leader
             )
         except ConfigurationError as error:  # most scripts do not need them here; who does is told
             strategy.missing_optimizers = str(error)

@@ -13,7 +13,7 @@ process that did not see it done takes the form of a state dict before it loads 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from types import FunctionType
 from typing import Any, TypeAlias, TypeVar
@@ -27,9 +27,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
-from torch.optim.swa_utils import SWALR
 from typing_extensions import override
 
 from lightning_recycle.control.protocol.messages import SaveFailure
@@ -431,30 +429,6 @@ def check_weight_averaging(trainer: pl.Trainer, parts: ModelParts) -> None:
             " would have to be computed again, by one pass over all data, and here BatchNorm sees micro-batches. Use"
             " LayerNorm, GroupNorm or RMSNorm, or WeightAveraging or EMAWeightAveraging, which average the statistics."
         )
-
-
-def swap_schedules(trainer: pl.Trainer, optimizers: Sequence[Optimizer], configs: list[LRSchedulerConfig]) -> None:
-    """Makes the schedule of StochasticWeightAveraging, if that has begun.
-
-    For the launching process, where callbacks have their attributes from the workers. The optimizer gets options of the
-    schedule, and loads its state afterwards.
-    """
-    for callback in _callbacks_of(trainer, StochasticWeightAveraging):
-        if callback._initialized:
-            (optimizer,) = optimizers  # the callback allows for one
-            rates = callback._swa_lrs
-            rates = list(rates) if isinstance(rates, list) else [rates] * len(optimizer.param_groups)
-            for rate, group in zip(rates, optimizer.param_groups, strict=True):
-                group["initial_lr"] = rate
-            assert trainer.max_epochs is not None
-            schedule = SWALR(
-                optimizer,
-                swa_lr=rates,  # type: ignore[arg-type]  # torch's annotation is too narrow
-                anneal_epochs=callback._annealing_epochs,
-                anneal_strategy=callback._annealing_strategy,
-                last_epoch=trainer.max_epochs if callback._annealing_strategy == "cos" else -1,
-            )
-            configs[:1] = [LRSchedulerConfig(schedule)]
 
 
 def _swa_state(callback: StochasticWeightAveraging, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -374,7 +374,7 @@ class _GraphUnpickler(pickle.Unpickler):
             if issubclass(kind, Metric):  # which wraps its methods
                 made.__setstate__({})
             if issubclass(kind, Optimizer):  # its hook tables
-                Optimizer.__setstate__(made, {"defaults": {}})
+                Optimizer.__setstate__(made, {"defaults": {}, "state": defaultdict(dict), "param_groups": []})
         return self.made[path]
 
 
@@ -420,6 +420,8 @@ class _Update:
 
     def merge(self, old: Any, new: Any) -> Any:
         """Local counterpart of received ``new``: ``old`` itself if it can hold the value."""
+        if new is MISSING and isinstance(old, self._graph._bound):
+            return old  # it belongs to this process, like the sender's to its own
         if id(new) in self._counterparts:
             return self._counterparts[id(new)]
         if old is new or old is MISSING or type(old) is not type(new) or id(old) in self._claimed_ids:
@@ -520,7 +522,8 @@ class _Update:
         return target
 
     def merge_method(self, old: Any, new: Any) -> Any:
-        return MethodType(new.__func__, self._local_counterpart(MISSING if old is None else old.__self__, new.__self__))
+        function = self.merge(MISSING if old is None else old.__func__, new.__func__)
+        return MethodType(function, self._local_counterpart(MISSING if old is None else old.__self__, new.__self__))
 
     def _local_counterpart(self, old: Any, new: Any) -> Any:
         """Local counterpart of an object that only a closure or bound method refers to.

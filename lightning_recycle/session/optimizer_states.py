@@ -15,8 +15,11 @@ from typing import Any, TypeAlias
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from typing_extensions import override
 
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.parts import ModelParts
@@ -361,6 +364,24 @@ def empty_optimizers() -> Iterator[None]:
         yield
     finally:
         Optimizer.__init__ = make  # type: ignore[method-assign]
+
+
+class _StepTracker(LRScheduler):
+    """Marks ``step`` of its optimizer as all schedulers do, and changes nothing."""
+
+    @override
+    def _initial_step(self) -> None:
+        pass
+
+
+def track_steps(configs: Iterable[LRSchedulerConfig]) -> None:
+    """Marks optimizers that came in a pickle with their schedulers.
+
+    A pickle has no marks, and without them a scheduler warns of steps that it cannot see.
+    """
+    for optimizer in (getattr(config.scheduler, "optimizer", None) for config in configs):
+        if optimizer is not None and all("initial_lr" in group for group in optimizer.param_groups):
+            _StepTracker(optimizer)
 
 
 def load_parameter_groups(

@@ -70,6 +70,7 @@ from lightning_recycle.session.optimizer_states import (
     empty_optimizers,
     merged_names,
     parameters_by_name,
+    track_steps,
     trained_by_name,
 )
 from lightning_recycle.session.output_recorder import OutputRecorder
@@ -96,6 +97,7 @@ def build_layers(context: WorkerContext, parts: ModelParts) -> None:
         check_graphs(module, stages)
         with empty_optimizers(), several_optimizers_refused(module):
             strategy.setup_optimizers(trainer)
+        track_steps(strategy.lr_scheduler_configs)
     strategy.setup_precision_plugin()
     if context.fitting:
         check_optimizers(strategy.optimizers, several=parts.optimizes_itself)

@@ -4,7 +4,10 @@ What may differ is written down in :data:`seen_attributes.DIFFERS`, with the rea
 """
 
 from collections.abc import Iterator
+from copy import deepcopy
+from functools import partial, update_wrapper
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import lightning as L
@@ -13,6 +16,8 @@ import same_script as same
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, Timer
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from ordinary_runs import Ordinary
 from same_script import Classifier, Session, assert_same
 from seen_attributes import DIFFERS, attributes_of, differences
 from support.sampling import sampled
@@ -254,3 +259,89 @@ def test_a_data_module_and_accumulated_batches_are_known_as_on_one_device(with_d
     mine, its = (torch.load(run.root / "after.ckpt", weights_only=False) for run in with_data_module)
     for key in ("state_dict", "optimizer_states", "lr_schedulers", "DataOfTheWorkers"):
         assert_same(mine[key], its[key], same.FLOAT32_TOLERANCE, key)
+
+
+# ---------------------------------------------------------------------- what hooks and scripts replace
+
+
+class Switches(Classifier):
+    """In its second epoch it trains other parameters, with another optimizer and other schedules."""
+
+    def configure_pipeline(self) -> list[Any]:
+        layers = super().configure_pipeline()
+        for layer in (layers[0], layers[4]):
+            layer.bias.requires_grad_(False)
+        return layers
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            for name, parameter in self.named_parameters():
+                parameter.requires_grad_("bias" in name)
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+            self.trainer.strategy.optimizers = [optimizer]
+            self.trainer.strategy.lr_scheduler_configs = [
+                LRSchedulerConfig(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), interval="step"),
+                LRSchedulerConfig(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)),
+            ]
+
+
+def both(module: Any, optimizer: Any, lr_scheduler: Any) -> Any:
+    return [optimizer], [lr_scheduler]
+
+
+def with_its_own_optimizer() -> Ordinary:
+    """A module whose instance has got ``configure_optimizers``, as by LightningCLI with ``optimizer:`` in the YAML."""
+    module = Ordinary()
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.03)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    configure = update_wrapper(partial(both, optimizer=optimizer, lr_scheduler=schedule), both)
+    module.configure_optimizers = MethodType(configure, module)
+    module.held, module.marked = [optimizer], []
+    return module
+
+
+class NotesMarks(L.Callback):
+    """Notes whether schedulers see the steps of the optimizer; torch warns if not."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        pl_module.marked.append(hasattr(trainer.optimizers[0].step, "_wrapped_by_lr_sched"))
+
+
+@pytest.mark.parametrize(
+    ("make", "stages", "callbacks"), [(Switches, 2, []), (with_its_own_optimizer, 1, [NotesMarks()])]
+)
+def test_replaced_optimizers_and_flags_are_those_of_one_device_and_a_second_fit_goes_on(
+    make, stages, callbacks, tmp_path
+):
+    found: dict[Path, list[Any]] = {}
+
+    def script(session: Session) -> None:
+        module = session.run.module = make()
+        trainer = session.trainer(max_epochs=2, callbacks=callbacks)
+        for epochs in (2, 3):
+            trainer.fit_loop.max_epochs = epochs
+            trainer.fit(module, session.data.training())
+            flags = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+            configs = trainer.lr_scheduler_configs
+            kinds = [type(each) for each in trainer.optimizers]
+            kinds += [type(config.scheduler) for config in configs]
+            states = [each.state_dict() for each in trainer.optimizers]
+            states += [{**vars(config), "scheduler": config.scheduler.state_dict()} for config in configs]
+            trainer.save_checkpoint(session.root / f"{epochs}.ckpt")
+            held = getattr(module, "held", trainer.optimizers) == trainer.optimizers
+            found.setdefault(session.root, []).append((flags, kinds, held, session.run.weights, deepcopy(states)))
+
+    one = same.on_one_device(script, tmp_path / "one")
+    grid = same.on_a_grid(script, tmp_path / "grid", stages=stages)
+    for (flags, kinds, held, *values), (its_flags, its_kinds, its_held, *its_values) in zip(
+        *found.values(), strict=True
+    ):
+        assert (flags, kinds, held) == (its_flags, its_kinds, its_held)
+        assert_same(values, its_values)
+    assert found[grid.root][0][1][0] is (torch.optim.SGD if make is Switches else torch.optim.Adam)
+    assert getattr(grid.module, "marked", None) == getattr(one.module, "marked", None)
+    for name in ("2.ckpt", "3.ckpt"):
+        assert_same_checkpoints(one.root / name, grid.root / name)
