@@ -220,13 +220,13 @@ class UserObjects:
         return graph(skipped=[f"{path}.{name}" for path in graph().nodes_of(Optimizer) for name in _BY_STAGE])
 
     def pack_training(self) -> ObjectPack:
-        """Packs the optimizers and schedulers of the Trainer, which hooks may have replaced."""
+        """Packs the Trainer's optimizers and schedulers; hooks may have replaced them."""
         strategy, weights = self._trainer.strategy, weights_by_name(self._trainer.lightning_module)
         training = SimpleNamespace(optimizers=strategy.optimizers, schedulers=strategy.lr_scheduler_configs)
         return self._training(training).pack({id(tensor): name for name, tensor in weights.items()}).on_cpu()
 
     def unpack_training(self, packed: ObjectPack, training: SimpleNamespace) -> None:
-        """Makes ``training`` the workers': its own optimizers and schedulers where they are of the same class."""
+        """Makes ``training`` the workers', with its own objects of the same class."""
         weights = weights_for(self._trainer.lightning_module, {})
         self._training(training).update(packed, torch.device("cpu"), weights)
 
