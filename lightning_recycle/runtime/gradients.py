@@ -326,7 +326,7 @@ class GradientBuffers:
             if parameter.grad is None:
                 parameter.grad = grad if accumulation.batches == 1 else grad / accumulation.batches
         self._versions = [bucket.version for bucket in chosen.buckets]
-        for parameter, hooks in list(hooks_after_accumulation(parameter for parameter, _ in found)):
+        for parameter, hooks in list(hooks_after_accumulation([parameter for parameter, _ in found])):
             for hook in list(hooks.values()):
                 hook(parameter)
         return bool(found)
