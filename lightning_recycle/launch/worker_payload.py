@@ -19,6 +19,7 @@ import os
 import pickle
 import re
 import sys
+import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ log = logging.getLogger(__name__)
 _THREADS = "OMP_NUM_THREADS"
 _threads_at_import = os.environ.get(_THREADS)  # in a worker: what torch has gone by in the fork server
 _has_entered = False
+_environment_lock = threading.Lock()  # or a second thread would keep what the first has set
 
 
 class NameWithEnvironment(str):
@@ -99,16 +101,17 @@ def modules_found() -> Iterator[None]:
     package, would come first (before Python 3.11 it still does).
     """
     wanted = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), "PYTHONSAFEPATH": "1"}
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    with _environment_lock:
+        before = {name: os.environ.get(name) for name in wanted}
+        os.environ.update(wanted)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
 
 # ---------------------------------------------------------------------- settings

@@ -1,6 +1,7 @@
 """What the launching process sends to workers: its settings, and an error for what cannot be sent."""
 
 import io
+import os
 import pickle
 import threading
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.launch.worker_payload import Settings, dump
+from lightning_recycle.launch.worker_payload import Settings, dump, modules_found
 from lightning_recycle.pickling import MainModule, dumps
 
 
@@ -53,3 +54,22 @@ def test_an_open_file_is_refused_by_name_and_no_copy_of_it_is_sent():
         call = SimpleNamespace(arguments={"model": {"log": file}}, trainer=None)
         with pytest.raises(ConfigurationError, match=r"model\['log'\] cannot be sent .*: cannot pickle an open file\."):
             dump((call,), MainModule(imported=False), io.BytesIO())
+
+
+def test_two_threads_that_start_processes_leave_the_environment_as_it_was():
+    before, has_entered, may_leave = dict(os.environ), threading.Event(), [threading.Event(), threading.Event()]
+
+    def start(number: int) -> None:
+        with modules_found():
+            has_entered.set()
+            may_leave[number].wait(30)
+
+    first, second = (threading.Thread(target=start, args=(number,)) for number in range(2))
+    first.start()
+    assert has_entered.wait(30)
+    second.start()
+    second.join(0.3)  # unless it waits, it is in the block now, and leaves it last
+    for event, thread in zip(may_leave, (first, second), strict=True):
+        event.set()
+        thread.join()
+    assert dict(os.environ) == before
