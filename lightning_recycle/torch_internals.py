@@ -135,7 +135,7 @@ def offset_of(tensor: Any) -> tuple[int, ...]:
 
 
 def hooks_after_accumulation(parameters: Iterable[nn.Parameter]) -> Iterator[tuple[nn.Parameter, dict[Any, Any]]]:
-    """The parameters that have hooks for after an accumulation of their gradient, with them."""
+    """The parameters with hooks for after an accumulation, and those hooks."""
     for parameter in parameters:
         if hooks := getattr(parameter, "_post_accumulate_grad_hooks", None):
             yield parameter, hooks

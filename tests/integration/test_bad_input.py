@@ -250,7 +250,7 @@ def test_missing_checkpoints_are_refused_before_workers_start(entry: str, caplog
 
 def test_a_file_that_only_workers_read_is_refused_if_no_trainer_wrote_it(tmp_path: Path) -> None:
     torch.save({"a": 1}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    with pytest.raises(CheckpointError, match="no checkpoint of Lightning"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint of Lightning"):
         trainer(2, 2).fit(Regression().double(), DataLoader(dataset(), batch_size=12), ckpt_path=tmp_path / "old.pt")
 
 

@@ -139,5 +139,5 @@ def test_what_holds_layers_is_told_once_it_was_asked_for():
 
 @pytest.mark.parametrize("sizes", [(6, 0), (1, 4), (1, 2, 3)])
 def test_what_is_no_layout_is_refused(sizes):
-    with pytest.raises(ConfigurationError, match=r"no layout of 6 layers over 2 stages: give each"):
+    with pytest.raises(ConfigurationError, match=r"not a layout of 6 layers over 2 stages: give each"):
         fit(Regression().double(), 2, 2, callbacks=[Move({2: sizes})])
