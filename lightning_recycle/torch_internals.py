@@ -183,7 +183,10 @@ is_transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 @contextmanager
 def hooks_outside_of_transforms(hooks: AbstractContextManager[None]) -> Iterator[None]:
-    """Hooks for saved tensors in the block, but not within transforms of ``torch.func``, which refuse all of them."""
+    """Hooks for saved tensors in the block, outside of transforms of ``torch.func``.
+
+    Those refuse them all.
+    """
     refuse, depth = torch.autograd.graph.disable_saved_tensors_hooks, 0
 
     @contextmanager

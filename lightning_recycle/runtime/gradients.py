@@ -310,7 +310,7 @@ class GradientBuffers:
 
     @torch.no_grad()
     def add(self, step: int, accumulation: AccumulationPart) -> bool:
-        """Adds the sum of ``step`` to ``parameter.grad``, as a backward would; False if there is none."""
+        """Adds the sum of ``step`` to ``parameter.grad``, as a backward; False for none."""
         held = [(parameter, grad) for parameter in self.parameters if (grad := parameter.grad) is not None]
         own = self._ids_in_buffers() if held else set()
         for parameter, grad in held:
