@@ -69,13 +69,13 @@ def _await_end(pid: int) -> None:
 
 
 def name_process(name: str) -> None:
-    """Names this process in ``ps -o comm`` and ``top``, with a hyphen for each space.
+    """Names this process in ``ps -o comm`` and ``top``, with a colon for each space.
 
     Who reads ``/proc/PID/stat`` by words finds no parent behind a space: proctrack/linuxproc of SLURM then sends the
     process no signals.
     """
     with contextlib.suppress(OSError):  # not Linux, or no /proc: the process keeps the name of its program
-        Path("/proc/self/comm").write_text(name.replace(" ", "-"))
+        Path("/proc/self/comm").write_text(name.replace(" ", ":"))
 
 
 def name_of(pid: int) -> str:

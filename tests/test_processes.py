@@ -40,4 +40,4 @@ def test_a_process_has_a_name():
         "print(open('/proc/self/comm').read())"
     )
     named = completed([sys.executable, "-c", code], check=True)
-    assert named.stdout.strip() == "recycle-1,0", "SLURM splits at spaces"
+    assert named.stdout.strip() == "recycle:1,0", "SLURM splits at spaces"
