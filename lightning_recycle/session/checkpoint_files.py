@@ -20,7 +20,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, islice
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -244,11 +244,11 @@ def check_exists(path: Any, checkpoint_io: CheckpointIO) -> None:
         reason = f"there is no folder {local.parent.absolute()}"
     else:
         reason = "there is no such file or folder" + ("" if local is None else f" in {local.parent.absolute()}")
-    others = newest_first(checkpoints_beside(local)) if local is not None and local.parent.is_dir() else []
-    whole = (other for other in others if restored(other) is not None and damage(other) is None)
-    newest = "".join(f"; the newest checkpoint there: {other}" for other in islice(whole, 1))
-    if not newest and local is not None and local.parent.is_dir():
-        newest = ", and no checkpoint that is whole"
+    newest = ""
+    if local is not None and local.parent.is_dir():
+        others = newest_first(checkpoints_beside(local))
+        whole = next((other for other in others if restored(other) is not None and damage(other) is None), None)
+        newest = ", and no checkpoint that is whole" if whole is None else f"; the newest checkpoint there: {whole}"
     raise CheckpointError(f"ckpt_path={os.fspath(path)!r}: {reason}{newest}.")
 
 
