@@ -1,4 +1,7 @@
-"""A LightningModule that knows nothing of pipelines trains as on one device, with one stage, whoever dies."""
+"""Modules that know nothing of pipelines train as on one device, with one stage, whoever dies.
+
+Flags, callbacks, data, metrics and predictions are in tests/parity/test_parity_ordinary_matrix.py.
+"""
 
 import copy
 from pathlib import Path
@@ -7,16 +10,14 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from support.growth import AwaitReplacement, rejoined
 from support.sampling import sampled
 from support.training import difference, failures, grid_trainer, on_one_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import Accuracy
 
-from lightning_recycle import ReCycleError, ReCycleStrategy
+from lightning_recycle import ReCycleError
 from lightning_recycle.callbacks import Fault
 
 BATCH = 24
@@ -25,67 +26,25 @@ EPOCHS = 2
 
 
 class Classifier(L.LightningModule):
-    """Logs values and metrics in all of Lightning's ways, and returns more than a loss."""
-
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.body = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(dropout))
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.Tanh())
         self.head = nn.Linear(16, 3)
-        self.accuracy = Accuracy("multiclass", num_classes=3)
-        self.validation_accuracy = Accuracy("multiclass", num_classes=3)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.body(x))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y = batch
-        output = self(x)
-        loss = nn.functional.cross_entropy(output, y)
-        self.accuracy(output, y)
-        self.log("train_loss", loss, on_step=True, on_epoch=True)
-        self.log("train_accuracy", self.accuracy, on_step=False, on_epoch=True)
-        self.log("largest", x.max(), on_step=False, on_epoch=True, reduce_fx="max")
-        self.log("batch", float(batch_idx), on_step=False, on_epoch=True, reduce_fx="max")
-        return {"loss": loss, "predicted": output.argmax(1)}
+        output = self(batch[0])
+        return {"loss": nn.functional.cross_entropy(output, batch[1]), "predicted": output.argmax(1)}
 
-    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        output = self(x)
-        self.validation_accuracy.update(output, y)
-        self.log_dict({"val_loss": nn.functional.cross_entropy(output, y)})
-        self.log("val_accuracy", self.validation_accuracy)
-        return output
-
-    def test_step(self, batch: Any) -> None:
-        self.log("test_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self(batch[0])
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)}
-
-
-class Returned(L.Callback):
-    """What reaches a callback of the steps."""
-
-    def __init__(self) -> None:
-        self.training: list[Tensor] = []
-        self.validation: list[Tensor] = []
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
-        self.training.append(outputs["predicted"].cpu())
-
-    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
-        self.validation.append(outputs.detach().cpu())
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"training": self.training, "validation": self.validation}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
 
 
 def data(samples: int = BATCH * STEPS + 7) -> TensorDataset:
@@ -95,82 +54,6 @@ def data(samples: int = BATCH * STEPS + 7) -> TensorDataset:
 
 def on_grid(pipelines: int, faults: Any = (), strategy: Any = None, **kwargs: Any) -> L.Trainer:
     return grid_trainer(pipelines, 1, faults, strategy, **{"max_epochs": EPOCHS, **kwargs})
-
-
-def everything(trainer: L.Trainer, batch: int) -> dict[str, Any]:
-    """Fits, tests and predicts; returns what a user sees of it."""
-    model = Classifier().double()
-    loader = DataLoader(data(), batch)
-    trainer.fit(model, DataLoader(data(), batch, drop_last=True), loader)
-    lost = failures(trainer) if isinstance(trainer.strategy, ReCycleStrategy) else []
-    fitted = {n: float(v) for n, v in trainer.callback_metrics.items() if not n.startswith("recycle/")}
-    tested = trainer.test(model, loader, verbose=False)
-    predicted = torch.cat(trainer.predict(model, loader))
-    metrics = {**fitted, **tested[0]}
-    return {"weights": model.state_dict(), "metrics": metrics, "predicted": predicted, "lost": lost}
-
-
-def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert difference(found["weights"], expected["weights"]) < 1e-10
-    assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-6)
-    assert torch.allclose(found["predicted"], expected["predicted"], rtol=0, atol=1e-10)
-
-
-@pytest.fixture(scope="module")
-def alone() -> tuple[dict[str, Any], Returned]:
-    returned = Returned()
-    return everything(on_one_device(max_epochs=EPOCHS, callbacks=[returned]), BATCH), returned
-
-
-@pytest.mark.parametrize("microbatches", sampled([None, 2], 1, rest=pytest.mark.long))
-@pytest.mark.parametrize(
-    "faults",
-    sampled([[], [Fault("kill", 1, 0, step=3), Fault("kill", 2, 0, step=8)]], 1, rest=pytest.mark.long),
-    ids=["", "kills"],
-)
-def test_all_that_a_user_sees_is_that_of_one_device(alone, microbatches, faults):
-    expected, seen = alone
-    returned = Returned()
-    run = on_grid(3, faults, {"num_microbatches": microbatches}, callbacks=[returned])
-    found = everything(run, BATCH // 3)
-    assert_equal(found, expected)
-    assert found["lost"] == [(fault.pipeline, 0) for fault in faults]
-    ours, theirs = ([*each.training, *each.validation] for each in (returned, seen))
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
-
-
-@pytest.mark.long
-def test_a_replacement_joins(alone):
-    faults = [Fault("kill", 1, 0, step=3)]
-    run = on_grid(2, faults, {"max_restarts": 10, "num_microbatches": 3}, callbacks=[AwaitReplacement([6])])
-    model = Classifier().double()
-    run.fit(model, DataLoader(data(), BATCH // 2, drop_last=True), DataLoader(data(), BATCH // 2))
-    assert rejoined(run) == [(1, 0)]
-    assert difference(model.state_dict(), alone[0]["weights"]) < 1e-10
-
-
-@pytest.mark.long
-def test_dropout_is_the_same_whoever_computes():
-    def weights(faults: list[Fault]) -> dict[str, Tensor]:
-        model = Classifier(dropout=0.5).double()
-        on_grid(3, faults, {"num_microbatches": 2}).fit(model, DataLoader(data(), BATCH // 3, drop_last=True))
-        return model.state_dict()
-
-    assert difference(weights([]), weights([Fault("kill", 0, 0, step=2)])) < 1e-10
-
-
-@pytest.mark.parametrize("sharded", sampled([False, True], 1, rest=pytest.mark.long))
-def test_a_checkpoint_resumes_on_another_grid_and_on_one_device(alone, sharded, tmp_path):
-    saves = ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=4, filename="{step}")
-    strategy = {"save_distributed_checkpoint": sharded}
-    run = on_grid(3, strategy=strategy, enable_checkpointing=True, callbacks=[saves], max_epochs=1)
-    run.fit(Classifier().double(), DataLoader(data(), BATCH // 3, drop_last=True), DataLoader(data(), BATCH // 3))
-    path = tmp_path / "step=4.ckpt"
-    resumed = Classifier().double()
-    on_grid(2).fit(resumed, DataLoader(data(), BATCH // 2, drop_last=True), ckpt_path=path)
-    assert difference(resumed.state_dict(), alone[0]["weights"]) < 1e-10
-    if not sharded:
-        assert set(torch.load(path, weights_only=True)["state_dict"]) == set(Classifier().state_dict())
 
 
 def test_a_frozen_module_is_evaluated():
@@ -236,34 +119,6 @@ def test_gradients_are_zeroed_between_the_forward_and_the_backward(batches):
     assert difference(ours.state_dict(), theirs.state_dict()) < 1e-10
     assert ours.seen == pytest.approx(theirs.seen)
     assert ours.seen_at_start == pytest.approx(theirs.seen_at_start)
-
-
-class WithBranches(Classifier):
-    """Some parameters have no part in some steps, or in any."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.never, self.sometimes = nn.Linear(8, 3), nn.Linear(8, 3)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        output = self(x) + (self.sometimes(x) if batch_idx % 2 else 0)
-        return nn.functional.cross_entropy(output, y)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1)
-
-
-def test_a_parameter_without_a_part_in_a_step_is_left_alone():
-    torch.manual_seed(1)
-    first = WithBranches().double()
-    ours, theirs = copy.deepcopy(first), copy.deepcopy(first)
-    on_one_device(max_epochs=EPOCHS).fit(theirs, DataLoader(data(), BATCH, drop_last=True))
-    run = on_grid(3, [Fault("kill", 1, 0, step=3)])
-    run.fit(ours, DataLoader(data(), BATCH // 3, drop_last=True))
-    assert failures(run) == [(1, 0)]
-    assert torch.equal(theirs.never.weight, first.never.weight)
-    assert difference(ours.state_dict(), theirs.state_dict()) < 1e-10
 
 
 class SkipsBatches(Classifier):
@@ -332,28 +187,11 @@ def test_what_is_left_out_of_checkpoints_is_there_in_all_processes(tmp_path):
     assert set(saved["state_dict"]) == {"head.weight", "head.bias"}
 
 
-class SavesImages(Classifier):
-    """Asks where to save images; and returns a number or nothing for a batch of a prediction."""
+class LogsImages(Classifier):
+    """Logs an image, and asks where to save another one."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         Path(self.trainer.log_dir or "nowhere", f"{batch_idx}.png").touch()
-        return super().training_step(batch, batch_idx)
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        return batch_idx if batch_idx < 2 else None
-
-
-@pytest.mark.long
-def test_a_step_knows_where_to_save_images(tmp_path):
-    model = SavesImages().double()
-    run = on_grid(2, [Fault("kill", 0, 0, step=1)], max_epochs=1, default_root_dir=tmp_path)
-    run.fit(model, DataLoader(data(), BATCH // 2, drop_last=True))
-    assert failures(run) == [(0, 0)]
-    assert {path.name for path in tmp_path.glob("*.png")} == {f"{step}.png" for step in range(STEPS)}
-
-
-class LogsImages(Classifier):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.logger.experiment.add_image("seen", torch.rand(3, 2, 2), self.global_step)
         return super().training_step(batch, batch_idx)
 
@@ -368,7 +206,13 @@ def test_an_image_of_a_step_is_written_once(tmp_path, pipeline):
     accumulator = EventAccumulator(logger.log_dir, size_guidance={"images": 0}).Reload()
     written = [image.step for image in accumulator.Images("seen")]
     assert sorted(set(written)) == list(range(9))
+    assert {path.name for path in tmp_path.rglob("*.png")} == {f"{step}.png" for step in range(9)}
     assert len(written) <= 9 + 2 * (pipeline == 0)  # a new leader repeats what the lost one may not have flushed
+
+
+class PredictsAnything(Classifier):
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return batch_idx if batch_idx < 2 else None
 
 
 @pytest.mark.parametrize(
@@ -376,7 +220,7 @@ def test_an_image_of_a_step_is_written_once(tmp_path, pipeline):
 )
 def test_predictions_may_be_anything(pipelines, expected):
     loader = DataLoader(data(24), 8 // pipelines)
-    assert on_grid(pipelines).predict(SavesImages().double(), loader) == expected
+    assert on_grid(pipelines).predict(PredictsAnything().double(), loader) == expected
 
 
 def test_the_launching_process_reads_data_and_checkpoints_as_one_device(tmp_path):
@@ -398,30 +242,6 @@ def test_the_launching_process_reads_data_and_checkpoints_as_one_device(tmp_path
     assert difference(model.state_dict(), weights) == 0
     with pytest.raises(ReCycleError, match="2 pipelines"):
         connected(2).fit_loop.setup_data()
-
-
-class OfTwoLoaders(Classifier):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = sum(nn.functional.cross_entropy(self(x), y) for x, y in batch.values())
-        self.log("train_loss", loss, on_epoch=True)
-        return loss
-
-
-def test_two_loaders_and_accumulation_are_those_of_one_device_when_a_worker_dies_between_two_batches():
-    def loaders(batch: int) -> Any:
-        return {"a": DataLoader(data(), batch, drop_last=True), "b": DataLoader(data(2 * BATCH), batch // 2)}
-
-    options = {"max_epochs": EPOCHS, "accumulate_grad_batches": 4}
-    ours, theirs = OfTwoLoaders().double(), OfTwoLoaders().double()
-    alone = on_one_device(**options)
-    alone.fit(theirs, loaders(BATCH))
-    run = on_grid(3, [Fault("kill", 1, 0, step=2), Fault("kill", 0, 0, step=9)], **options)
-    run.fit(ours, loaders(BATCH // 3))
-    assert failures(run) == [(1, 0), (0, 0)]
-    assert run.global_step == alone.global_step == 2 * EPOCHS
-    assert difference(ours.state_dict(), theirs.state_dict()) < 1e-10
-    found, expected = run.callback_metrics, alone.callback_metrics
-    assert {name: float(found[name]) for name in expected} == pytest.approx({n: float(v) for n, v in expected.items()})
 
 
 # ---------------------------------------------------------------------- what cannot work is told
