@@ -11,7 +11,7 @@ from support.models import GLOBAL_BATCH, AutoEncoder, Regression, dataset
 from support.sampling import sampled
 from support.training import TOLERANCE, difference, exact_fit, failures, fit, on_one_device, trainer
 from test_moving_layers import STAY, Lopsided, Move, moves
-from test_ordinary_stages import BATCH, Gpt, Vision, gpt_alone, images, on_grid, text, train, vision_alone
+from test_ordinary_stages import BATCH, Gpt, Vision, gpt_alone, images, on_grid, text, train
 from test_resume import MODELS, Grouped
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -62,8 +62,9 @@ def test_weights_whose_copies_meet_and_part():
 
 
 def test_layers_of_an_ordinary_module():
-    expected, metrics, *_ = vision_alone()
+    expected, alone = Vision().double(), on_one_device(max_epochs=1)
     model, run = Vision().double(), on_grid(2, 2, callbacks=[Move({1: (1, 4), 3: (4, 1)})])
+    metrics = train(alone, expected, images(), BATCH)
     assert train(run, model, images(), BATCH // 2) == pytest.approx(metrics)
     assert moves(run) == [(0, 1, 5), (0, 4, 5)]
     assert difference(model.state_dict(), expected.state_dict()) < TOLERANCE
@@ -135,9 +136,3 @@ def test_what_holds_layers_is_told_once_it_was_asked_for():
     (event, *_) = [event for event in run.strategy.history if event.kind == "layout"]
     assert any("EMAWeightAveraging keeps something for each layer" in line for line in event.details["why"]), event
     assert moves(run) == []
-
-
-@pytest.mark.parametrize("sizes", [(6, 0), (1, 4), (1, 2, 3)])
-def test_what_is_no_layout_is_refused(sizes):
-    with pytest.raises(ConfigurationError, match=r"not a layout of 6 layers over 2 stages: give each"):
-        fit(Regression().double(), 2, 2, callbacks=[Move({2: sizes})])

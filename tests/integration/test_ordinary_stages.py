@@ -1,6 +1,7 @@
 """A LightningModule that knows nothing of pipelines trains in several stages as on one device, whoever dies.
 
-What a step may be, and what is refused, is in tests/model/test_chain_parts.py; here is what needs processes.
+What a step may be, and what is refused, is in tests/model/test_chain_parts.py; flags, callbacks and metrics are in
+tests/parity/test_parity_ordinary_matrix.py.
 """
 
 from functools import cache
@@ -9,14 +10,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from support.comparison import differences
-from support.growth import AwaitReplacement, rejoined
 from support.sampling import sampled
 from support.training import difference, failures, grid_trainer, on_one_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import Accuracy
 
 from lightning_recycle import ConfigurationError, PipelineModule
 from lightning_recycle.callbacks import Fault
@@ -28,7 +27,7 @@ STEPS = 6
 
 
 class Vision(L.LightningModule):
-    """A chain that is all of the model but its metric."""
+    """A chain that is all of the model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,29 +35,14 @@ class Vision(L.LightningModule):
         self.net = nn.Sequential(
             nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 12), nn.ReLU(inplace=True), nn.Linear(12, 3)
         )
-        self.accuracy = Accuracy("multiclass", num_classes=3)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y = batch
-        output = self(x)
-        loss = nn.functional.cross_entropy(output, y)
-        self.accuracy(output, y)
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
         self.log("train_loss", loss, on_step=True, on_epoch=True)
-        self.log("train_accuracy", self.accuracy, on_step=False, on_epoch=True)
-        self.log("batch", float(batch_idx), on_step=False, on_epoch=True, reduce_fx="max")
-        return {"loss": loss, "predicted": output.argmax(1)}
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("test_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self(batch[0]).softmax(1)
+        return loss
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -138,35 +122,10 @@ def train(run: L.Trainer, model: L.LightningModule, data: TensorDataset, batch: 
 
 
 @cache
-def vision_alone() -> tuple[Vision, dict[str, Any], dict[str, Any], Tensor]:
-    model, run = Vision().double(), on_one_device(max_epochs=1)
-    metrics = train(run, model, images(), BATCH)
-    loader = DataLoader(images(), BATCH)
-    return model, metrics, run.test(model, loader, verbose=False)[0], torch.cat(run.predict(model, loader))
-
-
-@cache
 def gpt_alone(clip: float | None = None, epochs: int = 1) -> dict[str, Tensor]:
     model = Gpt().double()
     train(on_one_device(max_epochs=epochs, gradient_clip_val=clip), model, text(), BATCH)
     return model.state_dict()
-
-
-@pytest.mark.parametrize(
-    ("grid", "faults"),
-    [((2, 2), [Fault("kill", 1, 0, step=3)]), ((1, 3), []), ((2, 2), [Fault("kill", 0, 1, step=2, at="reduce")])],
-    ids=str,
-)
-def test_all_that_a_user_sees_is_that_of_one_device(grid, faults):
-    expected, metrics, tested, predicted = vision_alone()
-    model, run = Vision().double(), on_grid(*grid, faults)
-    assert train(run, model, images(), BATCH // grid[0]) == pytest.approx(metrics)
-    assert failures(run) == [(fault.pipeline, fault.stage) for fault in faults]
-    assert difference(model.state_dict(), expected.state_dict()) < 1e-10
-    if not faults:
-        loader = DataLoader(images(), BATCH)
-        assert run.test(model, loader, verbose=False)[0] == pytest.approx(tested)
-        assert torch.allclose(torch.cat(run.predict(model, loader)), predicted)
 
 
 @pytest.mark.parametrize(("grid", "faults", "clip"), [
@@ -194,15 +153,6 @@ def test_noise_and_dropout_are_the_same_on_all_grids():
     assert difference(expected, gpt_alone()) > 1e-4
 
 
-def test_a_replacement_joins():
-    model = Gpt().double()
-    faults = [Fault("kill", 0, 1, step=2)]
-    run = on_grid(2, 2, faults, {"max_restarts": 10}, callbacks=[AwaitReplacement([5, 8])], max_epochs=2)
-    train(run, model, text(), BATCH // 2)
-    assert rejoined(run) == [(0, 1)]
-    assert difference(model.state_dict(), gpt_alone(epochs=2)) < 1e-10
-
-
 @pytest.mark.parametrize("sharded", [False, True], ids=["file", "folder"])
 def test_a_checkpoint_is_that_of_one_device_and_resumes_on_another_grid(sharded, tmp_path):
     def saves(folder: str) -> ModelCheckpoint:
@@ -222,33 +172,6 @@ def test_a_checkpoint_is_that_of_one_device_and_resumes_on_another_grid(sharded,
         found = torch.load(path, weights_only=True)
         for part in ("state_dict", "optimizer_states", "lr_schedulers"):
             assert not list(differences(found[part], expected[part], 1e-10)), part
-
-
-class Thaws(BaseFinetuning):
-    def freeze_before_training(self, pl_module: Any) -> None:
-        self.freeze([pl_module.embed, pl_module.blocks[0], pl_module.norm])
-
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
-        if epoch == 1:
-            self.unfreeze_and_add_param_group([pl_module.blocks[0], pl_module.norm], optimizer)
-
-
-class Trained(Gpt):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2, eps=1e-5)
-
-
-def test_parameters_are_thawed_later_and_averaged():
-    ours, theirs = Trained().double(), Trained().double()
-    averaged = {"decay": 0.8}
-    alone = on_one_device(max_epochs=2, callbacks=[Thaws(), EMAWeightAveraging(**averaged)])
-    train(alone, theirs, text(), BATCH)
-    faults = [Fault("kill", 1, 1, step=8)]
-    run = on_grid(2, 2, faults, callbacks=[Thaws(), EMAWeightAveraging(**averaged)], max_epochs=2)
-    train(run, ours, text(), BATCH // 2)
-    assert failures(run) == [(1, 1)]
-    assert difference(ours.state_dict(), theirs.state_dict()) < 1e-10
-    assert difference(ours.state_dict(), Trained().double().state_dict()) > 1e-3
 
 
 class Annealed(Vision):
@@ -325,26 +248,3 @@ def test_what_cannot_be_cut_is_refused_by_name(model, strategy, words):
         run.fit(model().double(), DataLoader(images(), BATCH))
     assert all(word in str(caught.value) for word in words), caught.value
     assert run.global_step == 0
-
-
-class Collects(AutoEncoder):
-    def __init__(self) -> None:
-        super().__init__()
-        self.losses: list[Tensor] = []
-
-    def training_step(self, batch: Any) -> Tensor:
-        loss = super().training_step(batch)
-        self.losses.append(loss.detach())
-        return loss
-
-    def on_train_epoch_end(self) -> None:
-        self.log("collected", torch.stack(self.losses).mean())
-        self.losses.clear()
-
-
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_what_steps_collect_reaches_all_stages(microbatches):
-    strategy = {"layers": ["encoder", "decoder"], "num_microbatches": microbatches}
-    run = on_grid(1, 2, strategy=strategy)
-    run.fit(Collects().double(), DataLoader(images(), BATCH))
-    assert run.callback_metrics["collected"] > 0.1

@@ -1,7 +1,6 @@
 """Who joins a running training holds what its peers hold, and decides what they decide."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,9 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, Timer
 from lightning.pytorch.loggers import CSVLogger
 from state_graph import describe, differences
-from support.growth import AwaitReplacement, happened, rejoined
+from support.growth import AwaitReplacement, rejoined
 from support.models import GLOBAL_BATCH, Regression, dataset
-from support.training import committed_steps, difference, exact_fit, failures, fit
+from support.training import fit
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics import MeanSquaredError
@@ -39,45 +38,6 @@ class Plateau(Regression):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.2, momentum=0.9)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.1)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "error"}}
-
-
-class EpochDiary(L.Callback):
-    """Every process keeps, for each epoch that it ended, its learning rate and what was logged."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._epochs: dict[int, dict[str, float]] = {}
-
-    def on_train_epoch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.current_epoch:
-            logged = {n: float(v) for n, v in trainer.callback_metrics.items() if not n.startswith("recycle/")}
-            self._epochs[trainer.current_epoch] = {"lr": trainer.optimizers[0].param_groups[0]["lr"], **logged}
-
-    def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
-        torch.save(self._epochs, self._directory / f"{trainer.strategy.grid_rank}.pt")
-
-
-@pytest.mark.long
-def test_a_replacement_in_an_epoch_logs_it_whole_and_steps_with_the_learning_rate_of_its_peers(tmp_path):
-    def train(name: str, faults: Sequence[Fault]) -> tuple[L.Trainer, dict[str, Tensor], dict[int, Any]]:
-        (tmp_path / name).mkdir()
-        model = Plateau().double()
-        strategy = {"max_restarts": 10}
-        callbacks = [AwaitReplacement([7]), EpochDiary(tmp_path / name)]
-        run = fit(model, 3, 2, faults, data=DATA, max_epochs=6, max_steps=-1, strategy=strategy, callbacks=callbacks)
-        return run, model.state_dict(), {rank: torch.load(tmp_path / name / f"{rank}.pt") for rank in range(6)}
-
-    _, weights, diaries = train("undisturbed", [])
-    run, joined_weights, joined = train("disturbed", [Fault("kill", 1, 0, step=2), Fault("kill", 2, 1, step=3)])
-    assert sorted(rejoined(run)) == [(1, 0), (2, 1)]
-    assert len({epoch["lr"] for epoch in diaries[0].values()}) > 1
-    for rank, epochs in joined.items():
-        assert epochs.keys() >= {2, 3, 4, 5}
-        for epoch, values in epochs.items():
-            assert values["samples"] == len(DATA)
-            assert values["begun"] == EPOCH
-            torch.testing.assert_close(values, diaries[rank][epoch], rtol=1e-10, atol=1e-10)
-    assert difference(joined_weights, weights) < 1e-10
 
 
 class Rich(Plateau):
@@ -211,42 +171,3 @@ class ChangesItsRate(L.Callback):
 def test_a_worker_with_another_learning_rate_than_its_peers_ends_the_run():
     with pytest.raises(ReCycleError, match=r"After step 3 .*lr is 0\.(2|0625) on worker .*0\.(2|0625)"):
         fit(Plateau().double(), 2, 2, data=DATA, callbacks=[ChangesItsRate()], max_steps=10)
-
-
-class WrongReplacement(L.Callback):
-    """Changes the learning rate, on a position's first ``wrong`` replacements only."""
-
-    def __init__(self, wrong: int) -> None:
-        self._wrong = wrong
-
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        if 0 < trainer.strategy.incarnation <= self._wrong:
-            trainer.strategy.optimizers[0].param_groups[0]["lr"] = 0.5
-
-
-def grow(pipelines: int, stages: int, wrong: int) -> L.Trainer:
-    """Loses worker (1, 0); its first replacements, which come at steps 4 and 8, are ``wrong``."""
-    callbacks = [AwaitReplacement([4, 8]), WrongReplacement(wrong)]
-    options: dict[str, Any] = {"max_steps": 14, "strategy": {"max_restarts": 10}, "callbacks": callbacks}
-    return exact_fit(Regression().double(), pipelines, stages, [Fault("kill", 1, 0, step=2)], **options)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("pipelines", "stages"), [(3, 1), (3, 2), (2, 1), (2, 2)])
-def test_a_replacement_with_another_learning_rate_is_dismissed_and_the_weights_are_exact(pipelines, stages):
-    run = grow(pipelines, stages, wrong=1)
-    (found,) = happened(run, "dismissed")
-    assert found.worker == (1, 0)
-    assert "lr is " in found.details["cause"]
-    assert not found.details["stays_empty"]
-    assert failures(run) == rejoined(run) == [(1, 0)] * 2
-    assert committed_steps(run) == list(range(14))
-
-
-@pytest.mark.long
-def test_after_two_such_dismissals_the_position_stays_empty():
-    run = grow(3, 1, wrong=100)
-    assert not happened(run, "corruption")  # its device is well
-    assert [found.details["stays_empty"] for found in happened(run, "dismissed")] == [False, True]
-    assert len(happened(run, "restarting")) == 2
-    assert committed_steps(run) == list(range(14))
