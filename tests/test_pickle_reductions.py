@@ -65,23 +65,6 @@ def test_functions_that_share_variables_still_do():
         other_has_no_value()
 
 
-@pytest.mark.parametrize("tensor", [
-    torch.zeros(0, 3),
-    torch.tensor(True),
-    torch.tensor([1 + 2j]),
-    torch.zeros(3, dtype=torch.bfloat16),
-    torch.eye(3).to_sparse(),
-    torch.ones(1).expand(4),
-    torch.zeros(2, requires_grad=True),
-], ids=str)  # fmt: skip
-def test_any_tensor_is_what_it_was(tensor):
-    other = _again(tensor)
-    assert other.dtype == tensor.dtype
-    assert other.requires_grad == tensor.requires_grad
-    assert other.layout == tensor.layout
-    assert torch.equal(other.to_dense(), tensor.to_dense())
-
-
 def test_a_parameter_without_a_shape_keeps_its_dtype():
     layer = _again(nn.LazyBatchNorm1d().double())
     assert {tensor.dtype for tensor in (layer.weight, layer.running_mean)} == {torch.float64}

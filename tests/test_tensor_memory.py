@@ -21,6 +21,7 @@ TENSORS = {
     "transposed": torch.arange(6).reshape(2, 3).t(),
     "empty": torch.zeros(0, 3),
     "a lone element with a stride": torch.arange(6).reshape(2, 3)[:1, 1],
+    "expanded": torch.ones(1).expand(4),
     "bfloat16": torch.randn(3, generator=torch.Generator().manual_seed(0)).bfloat16(),
     "complex": torch.tensor([1 + 2j, 3j]),
     "conjugated": torch.tensor([1 + 2j, 3j]).conj(),
@@ -29,14 +30,6 @@ TENSORS = {
     "sparse": torch.eye(2).to_sparse(),
     "parameter": torch.nn.Parameter(torch.ones(2)),
 }
-
-
-@pytest.mark.parametrize("tensor", TENSORS.values(), ids=TENSORS)
-def test_a_tensor_is_the_same_afterwards(tensor):
-    found = memory.unpack_tensors(memory.pack_tensors({"states": [tensor]}))["states"][0]
-    assert type(found) is type(tensor)
-    assert (found.dtype, found.shape, found.requires_grad) == (tensor.dtype, tensor.shape, tensor.requires_grad)
-    assert torch.equal(found.to_dense(), tensor.to_dense())
 
 
 def test_it_can_be_changed_and_is_shared_as_before():
@@ -70,6 +63,16 @@ WAYS: dict[str, Callable[[Any], Any]] = {
     "in a pickle": lambda value: memory.unpack_tensors(memory.pack_tensors(value)),
     "with the user's objects": _dumped,
 }
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("tensor", TENSORS.values(), ids=TENSORS)
+def test_a_tensor_is_the_same_afterwards(tensor, way):
+    found = way({"states": [tensor]})["states"][0]
+    assert type(found) is type(tensor)
+    expected = (tensor.dtype, tensor.shape, tensor.layout, tensor.requires_grad)
+    assert (found.dtype, found.shape, found.layout, found.requires_grad) == expected
+    assert torch.equal(found.to_dense(), tensor.to_dense())
 
 
 @pytest.fixture
