@@ -13,7 +13,7 @@ import lightning as L
 import pytest
 from support.models import GLOBAL_BATCH, Regression, dataset
 from support.sampling import sampled
-from support.training import committed_steps, exact_fit, failures, fit
+from support.training import committed_steps, exact_fit, failures
 
 from lightning_recycle.callbacks import Fault, PlanMonitor
 from lightning_recycle.planning import OpKind, Schedule, Worker, program
@@ -116,12 +116,3 @@ def test_weights_are_exact_when_a_worker_dies_in_the_first_step_of_a_new_plan(fa
 @pytest.mark.parametrize("dies", sampled([0, 3], 1))
 def test_weights_are_exact_when_a_worker_dies_while_the_change_is_agreed_on(dies):
     assert failures(train(dies=dies)) == [divmod(dies, 2)]
-
-
-def test_without_the_callback_no_worker_counts_as_slow():
-    model = Regression().double()
-    slow = Fault("slow", 1, 1, 1, factor=5.0, steps=10)
-    run = fit(model, 2, 2, [slow], strategy={"split_backward": True, "rebalance": "never"})
-    changes = [event for event in run.strategy.history if event.kind == "replanned"]  # at most for measured memory
-    assert all(event.details["found_by"] != "drift" for event in changes)
-    assert not any(schedule.problem.worker_factors for schedule in run.strategy.schedules)

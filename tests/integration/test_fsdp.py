@@ -250,52 +250,6 @@ def test_tests_and_predictions_are_those_of_one_device(grid, dies):
             assert torch.cat(found).sub(output).abs().max() < TOLERANCE
 
 
-class Asking(AsOne):
-    """Evaluates itself in hooks; keeps its answers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.answers: list[Tensor] = []
-
-    def configure_model(self) -> None:
-        if self.device_mesh is not None and self.device_mesh["data_parallel"].size() == 1:
-            return sharded.Ordinary.configure_model(self)
-        return super().configure_model() if self.device_mesh is not None else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.model(x)
-        return output
-
-    def ask(self) -> None:
-        with torch.no_grad():
-            self.answers.append(self(sharded.dataset()[:6][0]).clone())
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.ask()
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.ask()
-
-
-def answers_of_one_device(parts: int) -> list[Tensor]:
-    found, x = [blocks()(sharded.dataset()[:6][0])], sharded.dataset()[:6][0]
-    for step in range(1, sharded.STEPS + 1):
-        found += [sharded.plain_loop(parts, steps=step)(x)] * 2
-    return [answer.detach() for answer in found[:-1]]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("grid", [sharded.FSDP, sharded.TENSOR], ids=str)
-@pytest.mark.parametrize(
-    "victim", [None, sharded.AtHook(1, "on_train_batch_end", 1), sharded.AtHook(2, "on_train_batch_start", 2)]
-)
-def test_hooks_evaluate_the_module_as_on_one_device(grid, victim):
-    module, parts = Asking(), sharded.parts_of(grid)
-    sharded.exact_fit(module, grid, *([] if victim is None else [victim]), validates=True, val_check_interval=2)
-    for found, expected in zip(module.answers, answers_of_one_device(parts), strict=True):
-        assert (found - expected).abs().max() < TOLERANCE
-
-
 PRECISIONS = [("bf16-true", torch.bfloat16, 0.03), ("bf16-mixed", torch.float32, 0.01)]
 
 

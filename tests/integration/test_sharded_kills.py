@@ -93,23 +93,6 @@ def test_a_kill_outside_of_steps(victim, grid, tmp_path):
     assert max(float((stored[f"model.{n}"] - p).abs().max()) for n, p in expected.named_parameters()) < TOLERANCE
 
 
-OF_FOUR = [([sharded.KillTwo(4, 7, step=0, operation=2)], 1), ([sharded.Kill(2, 1, 1), WhileReleased(3)], 1)]
-"""Of positions of two shards and two processes of tensor parallelism."""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("grid", "victims", "losses"),
-    [
-        *((grid, *case) for grid in ((3, 1, 2), (3, 1, 2, 1)) for case in TWICE),
-        *((sharded.BOTH, *case) for case in OF_FOUR),
-    ],
-    ids=sharded.name,
-)
-def test_two_kills(grid, victims, losses):
-    sharded.exact_fit(sharded.Ordinary(), grid, *victims, losses=losses)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("grid", [(3, 1, 2), pytest.param((3, 1, 2, 1), marks=pytest.mark.exhaustive)], ids=str)
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from sharded import BATCH, STEPS, Kill, Ordinary, exact_fit, fit, lost
+from sharded import BATCH, STEPS, Kill, exact_fit, fit, lost
 from support.training import TOLERANCE
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
@@ -177,22 +177,9 @@ class Chain(PipelineModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
-class OrdinaryChain(Ordinary):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = sequential()
-
-    def configure_model(self) -> None:
-        plan = {"0": ColwiseParallel(), "2": RowwiseParallel(), "4": ColwiseParallel(), "6": RowwiseParallel()}
-        parallelize_module(self.model, self.device_mesh["tensor_parallel"], plan)
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("stages", [1, 2])
-def test_a_sequential(stages):
-    module: L.LightningModule = OrdinaryChain() if stages == 1 else Chain()
-    partition = {} if stages == 1 else {"partition": [5, 2]}
-    exact_fit(module, (2, stages, 2), Kill(2, 1, 2), strategy=partition, layers=sequential())
+def test_a_sequential():
+    exact_fit(Chain(), (2, 2, 2), Kill(2, 1, 2), strategy={"partition": [5, 2]}, layers=sequential())
 
 
 # ---------------------------------------------------------------------- a model of Hugging Face

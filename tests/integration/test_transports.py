@@ -7,7 +7,7 @@ from support.models import GLOBAL_BATCH, dataset
 from support.nccl_models import Joined, Prepared, Sticky, Wide, WideShared, WideTied
 from support.nccl_on_trial import OnTrial
 from support.sampling import sampled
-from support.training import exact_fit, failures, trainer
+from support.training import exact_fit, failures
 from test_moving_layers import Move, moves
 
 from lightning_recycle import CommunicationOptions, ReCycleStrategy
@@ -72,17 +72,3 @@ def test_nccl_without_cuda_devices_is_an_error_that_names_the_remedy():
             strategy=ReCycleStrategy(communication=CommunicationOptions(transport="nccl")),
             logger=False,
         )
-
-
-def test_an_unknown_transport_is_refused():
-    with pytest.raises(ConfigurationError, match="transport='mpi'"):
-        ReCycleStrategy(communication=CommunicationOptions(transport="mpi"))
-
-
-def test_an_option_that_is_neither_true_nor_false_is_refused():
-    with pytest.raises(ConfigurationError, match="standby_connections='no'"):
-        ReCycleStrategy(communication=CommunicationOptions(standby_connections="no"))
-
-
-def test_gloo_is_the_default():
-    assert trainer(2, 1).strategy.options.communication.transport == "gloo"
