@@ -90,17 +90,6 @@ def test_a_step_of_an_ordinary_module_that_is_checked_leaves_nothing_behind(grid
     assert logged(run) == pytest.approx(logged(plain), abs=1e-12)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("grid", [(3, 1), (3, 2)])
-def test_a_wrong_result_of_an_ordinary_module_is_not_committed(grid):
-    model, right = Ordinary().double(), Ordinary().double()
-    run = fit(model, *grid, [Fault("bitflip", 1, 0, step=3, target="matmul", every=1)], strategy=VERIFY)
-    (found,) = happened(run, "corruption")
-    assert (found.worker, found.step, found.details["proof"]) == ((1, 0), 3, "computation")
-    fit(right, *grid)
-    assert difference(but_the_mean(model), but_the_mean(right)) < TOLERANCE
-
-
 class Unlike(Regression):
     """Each pipeline, or each but the first, has machines of its own kind."""
 
