@@ -6,23 +6,20 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from asking import HOOKS, Asks, Dies, answers, assert_same, die_in, write
+from asking import HOOKS, Asks, Dies, answers, assert_same, write
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loggers import TensorBoardLogger
 from support.growth import AwaitReplacement, rejoined
 from support.models import GLOBAL_BATCH, Regression, dataset
 from support.sampling import sampled
 from support.training import TOLERANCE, difference, failures, on_one_device
 from support.training import fit as fit_on_grid
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_recycle import ConfigurationError, PipelineModule, ReCycleError
 
 EPOCH = 5  # steps
 EPOCHS = 2
-LENGTH = 20  # of a sampled sequence
-VOCABULARY = 7
 
 LATE = {"on_train_batch_end", "on_validation_batch_end", "on_validation_epoch_end", "on_train_epoch_end"}
 
@@ -107,105 +104,6 @@ class Alone(Callback):
 def test_an_evaluation_that_only_one_worker_wants_is_an_error_that_names_the_remedy(hook):
     with pytest.raises(ReCycleError, match=r"self\(x\).*must be called on all.*is_global_zero"):
         fit(Regression().double(), 2, 2, [Alone(hook)])
-
-
-def _tokens(batch: Any) -> tuple[Tensor, Tensor]:
-    tokens = (batch[0].abs() * 100).long() % VOCABULARY
-    return tokens, tokens
-
-
-class Speaker(PipelineModule):
-    """Continues sequences of tokens, like a model of a language."""
-
-    def configure_pipeline(self) -> list[nn.Module]:
-        torch.manual_seed(0)
-        hidden = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)]
-        return [nn.Embedding(VOCABULARY, 8), *hidden, nn.Linear(8, VOCABULARY)]
-
-    def split_batch(self, batch: Any) -> Any:
-        return _tokens(batch)
-
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.5)
-
-
-def generate(module: PipelineModule, greedy: bool) -> Tensor:
-    tokens = torch.arange(3)[:, None]
-    for _ in range(LENGTH):
-        chances = module(tokens)[:, -1].softmax(-1)
-        following = chances.argmax(-1, keepdim=True) if greedy else torch.multinomial(chances, 1)
-        tokens = torch.cat([tokens, following], 1)
-    return tokens
-
-
-class Samples(Callback):
-    """Writes samples at the end of each epoch; ``victim`` is killed when its layers run for the 30th time."""
-
-    def __init__(self, folder: Path, victim: int = -1) -> None:
-        self.folder, self.victim = folder, victim
-
-    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        dies = getattr(trainer.strategy, "grid_rank", None) == self.victim and not trainer.strategy.incarnation
-        hooks = die_in(module.layers, 29) if dies else []
-        write(self.folder, trainer, "text", greedy=generate(module, True), drawn=generate(module, False))
-        for hook in hooks:
-            hook.remove()
-
-
-def test_sampling_gives_the_same_text_on_every_worker_also_on_a_replacement(tmp_path):
-    """Greedy text is that of one device; drawn text depends on the global generator, which hooks share."""
-    (tmp_path / "one").mkdir()
-    fit_alone(Speaker().double(), [Samples(tmp_path / "one")])
-    expected = answers(tmp_path / "one")[0]
-    callbacks = [Samples(tmp_path, victim=1), AwaitReplacement([2 * EPOCH - 2])]
-    run = fit(Speaker().double(), 2, 2, callbacks, strategy={"max_restarts": 10})
-    assert failures(run) == rejoined(run) == [(0, 1)]
-    found = answers(tmp_path)
-    assert set(found) == set(range(4))
-    for rank, texts in found.items():
-        assert len(texts) == (2 if rank == 1 else 4)
-        for name, text in texts.items():
-            assert torch.equal(text, (expected if "greedy" in name else found[0])[name]), (rank, name)
-
-
-class ShowsImages(Callback):
-    """As such callbacks are written for one device, with a file of each worker besides."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        x = torch.stack([trainer.train_dataloader.dataset[i][0] for i in range(4)]).to(module.device)
-        with torch.no_grad():
-            module.eval()
-            image = module(x)
-            module.train()
-        trainer.logger.experiment.add_image("image", image[None].sigmoid(), trainer.global_step)
-        write(self.folder, trainer, "image", image=image)
-
-
-class Drawing(Regression):
-    """Does not learn, so that an image shows what was drawn."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
-
-
-@pytest.mark.long
-def test_a_callback_that_shows_images_is_as_on_one_device(tmp_path):
-    (tmp_path / "one").mkdir()
-    log = TensorBoardLogger(tmp_path / "logs")
-    run = on_one_device(max_epochs=1, limit_train_batches=2, callbacks=[ShowsImages(tmp_path / "one")], logger=log)
-    run.fit(Drawing(dropout=0.5).double(), DataLoader(dataset(), GLOBAL_BATCH))
-    fit(Drawing(dropout=0.5).double(), 2, 2, [ShowsImages(tmp_path)], max_epochs=1, limit_train_batches=2, logger=log)
-    expected = answers(tmp_path / "one")[0]
-    found = answers(tmp_path)
-    assert set(found) == set(range(4))
-    for theirs in found.values():
-        assert_same(theirs, expected)
 
 
 class Draws(Callback):

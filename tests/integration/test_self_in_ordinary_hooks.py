@@ -210,18 +210,12 @@ class Does(Callback):
                 layer(torch.zeros(1, 1, 8), position_embeddings=(torch.zeros(1, 1, 4), torch.zeros(1, 1, 4)))
         elif self.what == "cache":
             module.model.generate(tokens, max_new_tokens=2)
-        elif self.what == "rank":
-            module(tokens + trainer.strategy.grid_rank)
-        elif trainer.is_global_zero:
-            module(tokens)
 
 
 @pytest.mark.parametrize(("what", "message"), sampled([
     ("layers", r"outside of a training or evaluation step.*Call the whole model, self\(x\)"),
     ("cache", r"a cache of keys and values.*use_cache=False"),
-    ("rank", r"inputs that differ between the workers"),
-    ("leader", r"self\(x\).*must be called on all.*is_global_zero"),
-], 2))  # fmt: skip
+], 1))  # fmt: skip
 def test_what_cannot_be_evaluated_is_an_error_that_names_the_remedy(what, message):
     run = on_grid(1, 2, [Does(what)], {"num_microbatches": 1}, max_steps=1)
     with pytest.raises((ReCycleError, RuntimeError), match=message):
