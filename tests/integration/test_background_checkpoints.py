@@ -18,7 +18,7 @@ from saving import EVERY, FILE, FOLDER, FORMATS, LENGTH, CompleteOnly, checkpoin
 from support.growth import AwaitReplacement, happened, rejoined
 from support.models import GLOBAL_BATCH, Regression
 from support.sampling import sampled
-from support.training import TOLERANCE, difference, exact_fit, fit, samples_for, trainer
+from support.training import TOLERANCE, difference, exact_fit, samples_for, trainer
 from support.waiting import PATIENCE
 from torch.utils.data import DataLoader
 from typing_extensions import override
@@ -69,19 +69,6 @@ def test_files_records_and_weights_are_those_of_saves_that_all_wait_for_and_a_ru
 
 @pytest.mark.long
 @FORMATS
-@pytest.mark.parametrize("place", [(0, 1), (1, 1), (0, 0)], ids=str)
-def test_a_holder_that_dies_costs_that_checkpoint_and_nothing_else(sharded, place, tmp_path):
-    fault = WRITER_DIES if place == (0, 1) else Fault("kill", *place, step=4)
-    run = saves((2, 2), [*checkpoints(tmp_path), CompleteOnly()], [fault], sharded)
-    assert len(happened(run, "failure")) == 1
-    assert listed(tmp_path) == ["last.ckpt", "linked", "step=10.ckpt", "step=8.ckpt"]
-    for path in tmp_path.rglob("*.ckpt"):
-        assert damage(path) is None
-    fit(Regression().double(), 1, 2, ckpt_path=tmp_path / "last.ckpt", max_steps=LENGTH)
-
-
-@pytest.mark.long
-@FORMATS
 def test_one_that_was_lost_with_its_writer_is_asked_for_again_after_the_next_step(sharded, tmp_path):
     saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=4, save_top_k=-1, save_last="link")
     waits = LambdaCallback(on_train_batch_start=wait_until_written)
@@ -98,18 +85,6 @@ def test_one_that_is_lost_at_the_end_is_written_again_while_all_wait(tmp_path):
     saves((2, 2), [saving], [replace(WRITER_DIES, step=LENGTH)])
     assert os.listdir(tmp_path) == [f"step={LENGTH}.ckpt"]
     assert damage(tmp_path / f"step={LENGTH}.ckpt") is None
-
-
-@pytest.mark.long
-@FOLDER
-def test_one_for_which_all_wait_is_begun_again_when_its_writer_dies(sharded, tmp_path):
-    saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=4, save_top_k=-1)
-    run = saves((2, 2), [saving, CompleteOnly()], [WRITER_DIES], sharded, background=False)
-    assert [event.step for event in happened(run, "checkpoint_given_up")] == [4]
-    assert [event.step for event in happened(run, "saved")] == [4, 8]
-    for step in (4, 8):
-        assert damage(tmp_path / f"step={step}.ckpt") is None
-    saves((2, 1), [], sharded=sharded, ckpt_path=tmp_path / "step=4.ckpt")
 
 
 class SavesAtStart(L.Callback):

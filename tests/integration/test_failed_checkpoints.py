@@ -10,19 +10,12 @@ from typing import Any
 
 import lightning as L
 import pytest
-import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from saving import CompleteOnly, checkpoints, saves, wait_until_written
-from support.growth import AwaitReplacement, happened
-from support.models import GLOBAL_BATCH, Regression, dataset
-from support.sampling import sampled
+from support.growth import happened
 from support.scripts import completed
-from support.training import difference, plain_loop, trainer
-from torch.utils.data import DataLoader
 
-from lightning_recycle import CheckpointOptions, ReCycleStrategy
-from lightning_recycle.callbacks import Fault
-from lightning_recycle.errors import CheckpointError, ConfigurationError
+from lightning_recycle.errors import CheckpointError
 
 FULL = range(5, 9)  # the steps at whose beginning the disk is full: the checkpoints of steps 6 and 8 fail
 FILE = (True, False)
@@ -97,8 +90,6 @@ def test_a_full_disk_ends_the_run_if_wanted(background, sharded, tmp_path, tmp_p
     with pytest.raises(CheckpointError, match=r"step=6\.ckpt .*MB to write.*File too large"):
         saves((1, 2), callbacks, sharded=sharded, background=background, strategy={"on_checkpoint_error": "raise"})
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "linked", "step=2.ckpt", "step=4.ckpt"]
-    with pytest.raises(ConfigurationError, match="on_checkpoint_error='stop'"):
-        ReCycleStrategy(checkpoints=CheckpointOptions(on_checkpoint_error="stop"))
 
 
 IN_SMALL_SPACE = """
@@ -124,48 +115,3 @@ def test_a_disk_that_is_really_full_is_named_with_what_is_needed_and_what_is_fre
     assert done.returncode == 0, done.stderr
     assert "16.0 MB to write, 4.2 MB free" in done.stdout
     assert "No space left on device" in done.stdout
-
-
-class Loads(Regression):
-    """Reads from the checkpoint what no state dict has."""
-
-    word = ""
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["word"] = "saved"
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.word = checkpoint["word"]
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        assert self.word == "saved"
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("sharded", sampled([False, True], 1), ids=["file", "folder"])
-def test_a_replacement_joins_a_run_that_was_resumed(sharded, tmp_path):
-    strategy: dict[str, Any] = {"save_distributed_checkpoint": sharded}
-    first, model = Loads().double(), Loads().double()
-    first.word = "saved"
-    expected = plain_loop(model, dataset(), 10)
-    save = ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=4, save_top_k=0)
-    data = DataLoader(dataset(), batch_size=GLOBAL_BATCH // 2)
-    trainer(2, 2, strategy=strategy, callbacks=[save], max_steps=4, enable_checkpointing=True).fit(first, data)
-    run = trainer(
-        2, 2, [Fault("kill", 1, 0, 5)], strategy={**strategy, "max_restarts": 10}, enable_checkpointing=True,
-        callbacks=[AwaitReplacement([8]), ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=100)],
-    )  # fmt: skip
-    run.fit(model, data, ckpt_path="last")
-    assert [event.worker for event in happened(run, "rejoined")] == [(1, 0)]
-    assert difference(model.state_dict(), expected) < 1e-10
-
-
-@pytest.mark.long
-def test_one_that_is_damaged_is_refused_before_anything_starts(tmp_path):
-    path = tmp_path / "last.ckpt"
-    torch.save({"w": torch.ones(1000)}, path)
-    os.truncate(path, 1000)
-    with pytest.raises(
-        CheckpointError, match=r"last\.ckpt is damaged: it is incomplete .*no other whole one beside it"
-    ):
-        trainer(1, 2).fit(Regression().double(), DataLoader(dataset(), batch_size=GLOBAL_BATCH), ckpt_path=path)
