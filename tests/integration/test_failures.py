@@ -1,10 +1,7 @@
 """What users see when workers die, when everything dies, and when it is their own code that fails."""
 
 import os
-import random
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,12 +9,10 @@ from typing import Any
 import lightning as L
 import pytest
 from support.models import Regression
-from support.process_tree import worker_processes
 from support.sampling import sampled
 from support.training import exact_fit, failures, fit
 from torch import Tensor
 
-from lightning_recycle.callbacks import Fault
 from lightning_recycle.errors import ReCycleError, StageLostError
 
 
@@ -37,31 +32,6 @@ class BrokenLoss(Regression):
         return super().loss(output, target)
 
 
-def kill_at_random(seed: int) -> threading.Thread:
-    """Kills one worker from outside, at a random moment of the run: while it starts, trains or ends."""
-
-    def kill() -> None:
-        rng = random.Random(seed)
-        while not worker_processes():
-            time.sleep(0.01)
-        time.sleep(rng.uniform(0.0, 3.0))
-        victims = worker_processes()
-        if len(victims) == 4:
-            os.kill(rng.choice(victims), signal.SIGKILL)
-
-    thread = threading.Thread(target=kill, daemon=True)
-    thread.start()
-    return thread
-
-
-@pytest.mark.parametrize("seed", sampled(range(6), 1))
-def test_a_worker_killed_from_outside_at_any_moment_changes_nothing(seed):
-    thread = kill_at_random(seed)
-    run = exact_fit(Regression().double(), 2, 2, max_steps=60)
-    thread.join(10)
-    assert len(failures(run)) <= 1
-
-
 def test_a_users_exception_surfaces_once_as_itself_and_quickly():
     started = time.monotonic()
     with pytest.raises(UserBug, match="a bug in loss") as caught:
@@ -70,19 +40,6 @@ def test_a_users_exception_surfaces_once_as_itself_and_quickly():
     assert "in loss" in str(caught.value.__cause__)
     assert "In worker" in str(caught.value.__cause__)
     assert time.monotonic() - started < 15
-
-
-def test_the_leaders_death_keeps_metrics_and_progress(tmp_path):
-    from lightning.pytorch.loggers import CSVLogger
-
-    logger = CSVLogger(tmp_path, name="", version="", flush_logs_every_n_steps=1)
-    options: dict[str, Any] = {"logger": logger, "log_every_n_steps": 1, "enable_progress_bar": True}
-    run = exact_fit(Regression().double(), 2, 2, [Fault("kill", 0, 1, step=5)], **options)
-    rows = (tmp_path / "metrics.csv").read_text().splitlines()
-    header = rows[0].split(",")
-    assert [int(row.split(",")[header.index("step")]) for row in rows[1:]] == list(range(10))
-    assert float(run.callback_metrics["recycle/live_workers"]) == 3
-    assert "train_loss" in run.callback_metrics
 
 
 class Retries(L.Callback):

@@ -11,8 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from support.growth import AwaitReplacement, causes, happened, rejoined
 from support.models import Regression, dataset
 from support.sampling import sampled
-from support.training import TOLERANCE, committed_steps, difference, exact_fit, failures, fit, plain_loop, undisturbed
-from torch.utils.data import DataLoader
+from support.training import TOLERANCE, committed_steps, difference, exact_fit, failures, fit, plain_loop
 
 from lightning_recycle.callbacks import Fault, HeartbeatCallback
 
@@ -68,19 +67,6 @@ def test_a_fault_is_survived_named_and_leaves_exact_weights(kind, at, when):
     assert (TIMEOUT if kind == "deadlock" else 0) <= failure.seconds < 10
 
 
-@pytest.mark.parametrize("when", sampled(["before", "after"], 1, rest=pytest.mark.long))
-def test_a_slow_worker_is_no_failed_worker(when):
-    run = train(Fault("slow", 1, 0, 4, factor=5.0, steps=3, when=when))
-    assert not failures(run)
-    assert undisturbed(run)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", sampled(["kill", "hang"], 1, rest=pytest.mark.long))
-def test_a_whole_node_may_fail_at_once(kind):
-    assert sorted(failures(train(*(Fault(kind, 1, stage, 4) for stage in (0, 1))))) == [(1, 0), (1, 1)]
-
-
 # ---------------------------------------------------------------------- points of the run
 
 
@@ -121,18 +107,6 @@ def test_the_next_leader_writes_the_checkpoint_that_the_last_one_did_not(kind, t
     saved = torch.load(tmp_path / "step=4.ckpt", weights_only=True)
     assert difference(saved["state_dict"], plain_loop(Regression().double(), dataset(), steps=4)) < TOLERANCE
     assert [event.step for event in happened(run, "saved")] == [4, 8]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", sampled(["kill", "hang"], 1, rest=pytest.mark.long))
-def test_a_worker_may_fail_in_a_validation(kind):
-    loader = DataLoader(dataset(48), batch_size=12)
-    values = []
-    for faults in ([], [Fault(kind, 0, 1, at="validation", step=5)]):
-        run = train(*faults, val=loader, val_check_interval=5, num_sanity_val_steps=0)
-        values.append(run.callback_metrics["val_loss"])
-        assert failures(run) == [(0, 1)] * len(faults)
-    torch.testing.assert_close(*values, rtol=1e-10, atol=1e-10)
 
 
 # ---------------------------------------------------------------------- the record
