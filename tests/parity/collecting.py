@@ -1,7 +1,6 @@
 """A module that collects outputs in its attributes and evaluates them at the end of an epoch, Lightning's own idiom."""
 
 from collections import defaultdict
-from typing import Any
 
 import torch
 from same_script import CLASSES, Classifier
@@ -68,12 +67,3 @@ class Collecting(Classifier):
 
     def on_test_epoch_end(self) -> None:
         self._evaluate_all("test")
-
-
-class KeepsAFunction(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.functions: list[Any] = []
-
-    def on_validation_output(self, output: Tensor, target: Tensor) -> None:
-        self.functions.append(lambda: output)

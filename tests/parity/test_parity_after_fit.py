@@ -21,11 +21,8 @@ from ordinary_runs import Ordinary
 from same_script import Classifier, Session, assert_same
 from seen_attributes import DIFFERS, attributes_of, differences
 from support.sampling import sampled
-from support.training import failures
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-
-from lightning_recycle.callbacks import Fault, FaultInjectionCallback
 
 
 @pytest.fixture(autouse=True)
@@ -115,17 +112,12 @@ def fit(session: Session, *callbacks: Any) -> None:
     trainer.fit(module, session.data.training(), session.data.validation())
 
 
-def fit_and_test(session: Session) -> None:
-    fit(session)
-    session.run.trainer.test(session.run.module, session.data.validation(), verbose=False)
-
-
 def fit_and_save(session: Session) -> None:
     fit(session)
     session.run.trainer.save_checkpoint(session.root / "after.ckpt")
 
 
-fitted, tested = same.runs_of(fit_and_save), same.runs_of(fit_and_test)
+fitted = same.runs_of(fit_and_save)
 
 
 def test_every_attribute_after_fit_is_that_of_one_device(fitted):
@@ -134,15 +126,9 @@ def test_every_attribute_after_fit_is_that_of_one_device(fitted):
 
 
 @pytest.mark.long
-def test_every_attribute_after_a_test_that_follows_is_that_of_one_device(tested):
-    found = differences(*tested)
-    assert not found, "\n".join(found)
-
-
-@pytest.mark.long
-def test_what_may_differ_exists(tested):
+def test_what_may_differ_exists(fitted):
     """An entry of the list that stands for nothing would hide what gets its name."""
-    known = attributes_of(tested[0].trainer, tested[0].module, tested[0].root)
+    known = attributes_of(fitted[0].trainer, fitted[0].module, fitted[0].root)
     attributes = vars(Timer()), vars(ModelCheckpoint())
     assert {path for path in DIFFERS if path not in known} <= {f"callback Timer.{name}" for name in attributes[0]}
 
@@ -199,66 +185,6 @@ def test_it_can_be_resumed_on_one_device_and_on_a_grid(resume, fitted, tmp_path)
     expected, resumed = go_on(fitted[0], same.on_one_device, "one"), go_on(fitted[1], resume, "resumed")
     assert resumed.progress == expected.progress
     assert_same(expected.weights, resumed.weights)
-
-
-@pytest.mark.long
-def test_every_attribute_is_there_if_the_leader_died(fitted, tmp_path):
-    def script(session: Session) -> None:
-        fit(session, FaultInjectionCallback([Fault("kill", pipeline=0, stage=1, step=5)]))
-
-    grid = same.on_a_grid(script, tmp_path, background=False)  # the leader may be writing the one of the first epoch
-    assert failures(grid.trainer) == [(0, 1)]
-    found = differences(fitted[0], grid)
-    assert not found, "\n".join(found)
-
-
-class DataOfTheWorkers(L.LightningDataModule):
-    """Its loaders need what ``setup`` makes, which the launching process does not call."""
-
-    def __init__(self, data: same.Data) -> None:
-        super().__init__()
-        self.data = data
-        self.epochs_seen = 0
-
-    def setup(self, stage: str) -> None:
-        self.count = same.GLOBAL_BATCH * same.STEPS_PER_EPOCH
-
-    def train_dataloader(self) -> Any:
-        self.epochs_seen += 1
-        return self.data.loader(self.count)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"epochs_seen": self.epochs_seen}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.epochs_seen = state_dict["epochs_seen"]
-
-
-class NoValidation(Module):
-    def configure_callbacks(self) -> Any:
-        return []
-
-
-def fit_a_data_module(session: Session) -> None:
-    module = session.run.module = NoValidation()
-    trainer = session.trainer(max_epochs=2, reload_dataloaders_every_n_epochs=1, accumulate_grad_batches=2)
-    trainer.fit(module, datamodule=DataOfTheWorkers(session.data))
-    trainer.save_checkpoint(session.root / "after.ckpt")
-
-
-with_data_module = same.runs_of(fit_a_data_module)
-
-
-@pytest.mark.long
-def test_a_data_module_and_accumulated_batches_are_known_as_on_one_device(with_data_module):
-    for run in with_data_module:
-        assert run.trainer.datamodule.epochs_seen == 2
-        assert run.trainer.num_training_batches == same.STEPS_PER_EPOCH
-        assert run.trainer.estimated_stepping_batches == same.STEPS_PER_EPOCH  # 2 epochs of 2 steps
-        assert run.trainer.global_step == same.STEPS_PER_EPOCH
-    mine, its = (torch.load(run.root / "after.ckpt", weights_only=False) for run in with_data_module)
-    for key in ("state_dict", "optimizer_states", "lr_schedulers", "DataOfTheWorkers"):
-        assert_same(mine[key], its[key], same.FLOAT32_TOLERANCE, key)
 
 
 # ---------------------------------------------------------------------- what hooks and scripts replace

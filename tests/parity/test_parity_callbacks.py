@@ -1,8 +1,6 @@
 """Lightning's own callbacks do on a grid what they do on one device: decisions, files, states, logged values."""
 
-import csv
 import itertools
-import re
 from copy import deepcopy
 from datetime import timedelta
 from enum import Enum
@@ -138,54 +136,8 @@ def test_each_callback_and_each_logger_has_done_its_part(runs):
     assert any("momentum" in name for name in seen)
     assert sum("DeviceStatsMonitor" in name for name in seen) > 3
     assert 0 < callback(runs[1], cb.Timer).time_elapsed() < 60
-
-
-def test_model_checkpoint_keeps_the_two_best_and_the_last(runs):
-    names = sorted(path.name for path in (runs[1].root / "best").iterdir())
-    assert names[-1] == "last.ckpt"
-    assert len(names) == 3
-    assert all(re.match(r"epoch=\d+-val_loss=\d\.\d{4}\.ckpt", name) for name in names[:2])
-
-
-COMPARED_IN_CHECKPOINTS = ("epoch", "global_step", "state_dict", "optimizer_states", "lr_schedulers", "loops")
-
-
-@pytest.mark.parametrize("name", ["best/last.ckpt", "steps/epoch=0-step=3.ckpt"])
-def test_a_checkpoint_of_the_grid_is_that_of_one_device(runs, name):
-    one, grid = (torch.load(run.root / name, weights_only=False) for run in runs)
-    # What completes it is there if a run can go on from it.
-    assert bool(grid.pop("lightning_recycle", None)) is ("optimizer_states" in grid)
-    assert one.keys() == grid.keys()
-    own = grid["loops"]["fit_loop"]["state_dict"]  # beside what Lightning's own loop has
-    assert all(isinstance(own.pop(name), int) for name in ("seed", "global_batch_size"))
-    for key in set(COMPARED_IN_CHECKPOINTS) & one.keys():
-        same.assert_same(one[key], grid[key], where=key)
-    assert one["hyper_parameters"] == grid["hyper_parameters"] == {"lr": 0.4}
-
-
-def test_the_best_checkpoint_is_found_by_name(runs):
-    best = runs[1].results["states"]["best"]["best_model_score"]
-    assert runs[1].results["best"][0]["test_loss"] == pytest.approx(float(best), rel=1e-10)
-
-
-def test_learning_rates_follow_the_schedulers_step_by_step(runs):
-    noted = runs[1].results["states"]["rates"]
-    assert len(set(noted["rates"])) == len(noted["rates"]) > 8, "the rate changes in every step"
-    assert noted["schedulers"][2]["last_epoch"] > 2
-    falls = [after / before for before, after in itertools.pairwise(noted["rates"])]
-    assert min(falls) < 0.51, "the plateau never reduced the rate"
-
-
-def logged(run: same.Run, name: str) -> list[float]:
-    with open(run.root / "csv" / "version_0" / "metrics.csv") as file:
-        return [float(row[name]) for row in csv.DictReader(file) if row[name]]
-
-
-def test_the_throughput_monitor_counts_the_samples_of_all_workers(runs):
-    assert logged(runs[1], "train/samples")[0] == 2 * same.GLOBAL_BATCH
-    assert logged(runs[1], "validate/samples") == logged(runs[0], "validate/samples")
-    samples, batches = (logged(runs[1], f"train/device/{what}_per_sec") for what in ("samples", "batches"))
-    same.assert_same(samples, [same.GLOBAL_BATCH * b for b in batches], 1e-6)
+    rates = states["rates"]["rates"]
+    assert min(after / before for before, after in itertools.pairwise(rates)) < 0.51, "the plateau reduced no rate"
 
 
 class Raises(cb.Callback):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import same_script as same
-from collecting import Collecting, KeepsAFunction
+from collecting import Collecting
 from lightning.pytorch.callbacks import Callback
 from support.growth import AwaitReplacement
 from support.sampling import sampled
@@ -72,7 +72,3 @@ def test_what_is_made_of_collected_outputs_is_that_of_one_device_though_workers_
         if rank % same.STAGES != stage:
             same.assert_same(expected, noted, where=f"worker {rank}")
         same.assert_same(expected[-1], noted[-1], where=f"worker {rank}")
-
-
-def test_what_cannot_be_pickled_stays_where_it_is(tmp_path):
-    same.on_a_grid(lambda session: session.fit(KeepsAFunction(), validates=True, max_epochs=1) and None, tmp_path)

@@ -1,13 +1,12 @@
 """The leader's hooks come in the order, with the arguments and at the progress of one device."""
 
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import same_script as same
-from lightning.pytorch.callbacks import Callback, LambdaCallback, Timer
+from lightning.pytorch.callbacks import Callback, Timer
 from support.sampling import sampled
 
 NOT_CALLED = {
@@ -49,15 +48,12 @@ class KeepsDiaryOfData(L.LightningDataModule):
         return {"answer": 42}
 
 
-def note_from_lambda(trainer: Any, *_: Any) -> None:
-    same.Book(Path(trainer.default_root_dir) / "diary", "lambda").note(trainer, "on_train_epoch_end")
-
-
 def fitted(session: same.Session) -> None:
     module = same.KeepsDiary()
     module.book = same.Book(session.root / "diary", "module")
-    callbacks = [session.diary(), LambdaCallback(on_train_epoch_end=note_from_lambda)]
-    trainer = session.trainer(max_epochs=2, val_check_interval=2, enable_checkpointing=True, callbacks=callbacks)
+    trainer = session.trainer(
+        max_epochs=2, val_check_interval=2, enable_checkpointing=True, callbacks=[session.diary()]
+    )
     session.run.module = module
     trainer.fit(module, datamodule=KeepsDiaryOfData(session))
 
@@ -100,20 +96,6 @@ def test_every_worker_runs_the_same_hooks(runs, who):
     for rank in set(range(same.PIPELINES * same.STAGES)) - {same.LEADER}:
         expected = [entry for entry in leader if entry[0] != "prepare_data"]  # which is once on each machine
         same.assert_same(expected, runs[1].diary(who, rank), where=f"rank {rank}")
-
-
-def test_a_lambda_callback_runs_on_every_worker(runs):
-    one, grid = (run.diary("lambda") for run in runs)
-    assert [progress for _, progress, _ in one] == [[0, 4, "RunningStage.TRAINING"], [1, 8, "RunningStage.TRAINING"]]
-    same.assert_same(one, grid)
-    same.assert_same(one, runs[1].diary("lambda", rank=0))
-    assert same.LEADER != 0
-
-
-def test_weights_and_progress_are_the_same(runs):
-    one, grid = runs
-    same.assert_same(one.weights, grid.weights)
-    assert one.progress == grid.progress == (2, 8)
 
 
 def evaluated(session: same.Session) -> None:

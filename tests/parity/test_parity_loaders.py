@@ -216,15 +216,6 @@ def test_training_takes_the_combined_batches_of_one_device(tmp_path, name):
     same.assert_same(one.results, grid.results, same.FLOAT32_TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    "options", sampled([{"limit_train_batches": 3}, {"limit_train_batches": 0.5}, {"accumulate_grad_batches": 2}], 1)
-)
-def test_limits_and_accumulation_count_combined_batches(tmp_path, options):
-    one, grid = same.run_both(trains_on("a list", **options), tmp_path)
-    same.assert_same(one.weights, grid.weights)
-    same.assert_same(one.results, grid.results, same.FLOAT32_TOLERANCE)
-
-
 def in_each_phase(make: Callable[[same.Session], Any]) -> Callable[[same.Session], None]:
     def script(session: same.Session) -> None:
         module = session.run.module = Several()

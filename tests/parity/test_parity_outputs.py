@@ -1,6 +1,5 @@
 """The rows of what training steps return are those of the batch, as on one device."""
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -10,7 +9,7 @@ from support.sampling import sampled
 from support.training import failures, grid_trainer, on_one_device
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_recycle import PipelineModule
 from lightning_recycle.callbacks import Fault
@@ -182,45 +181,3 @@ def test_rows_of_outputs_are_those_of_the_batch(module, grid, kills):
 def test_rows_are_those_of_each_batch_that_is_accumulated():
     found = on_grid(Ordinary(), DataLoader(data(), 8), 2, KILLS[1], {"num_microbatches": 2}, accumulate_grad_batches=2)
     assert_same(found, alone(Ordinary(), DataLoader(data(), BATCH), accumulate_grad_batches=2))
-
-
-class Batches(Dataset[Any]):
-    """Whole batches, of which every second one is smaller."""
-
-    def __len__(self) -> int:
-        return STEPS
-
-    def __getitem__(self, index: int) -> Any:
-        size = 8 if index % 2 else BATCH
-        return tuple(t[index * BATCH : index * BATCH + size] for t in data().tensors)
-
-
-class Iterable:
-    """Whole batches, one after another."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return (Batches()[index] for index in range(STEPS))
-
-
-def sampled_batches() -> DataLoader[Any]:
-    """Batches of a batch sampler, which has a class of its own."""
-    return DataLoader(data(), batch_sampler=type("Own", (BatchSampler,), {})(SequentialSampler(data()), BATCH, True))
-
-
-LOADERS: dict[str, Any] = {
-    "a batch sampler's": sampled_batches,
-    "a dataset's": lambda: DataLoader(Batches(), batch_size=None),
-    "an iterable's": Iterable,
-}
-
-
-@pytest.mark.parametrize("name", LOADERS)
-def test_rows_are_those_of_batches_that_are_given(name):
-    found = on_grid(Ordinary(), LOADERS[name](), 1, [], {"num_microbatches": 4})
-    assert_same(found, alone(Ordinary(), LOADERS[name]()))
-
-
-def test_rows_of_a_batch_that_each_pipeline_trains_on_come_once():
-    found = on_grid(Ordinary(), LOADERS["an iterable's"](), 2, [], {"num_microbatches": 2})
-    expected = alone(Ordinary(), LOADERS["an iterable's"]())
-    assert found.errors == pytest.approx(expected.errors, abs=1e-10)

@@ -3,12 +3,10 @@
 from typing import Any
 
 import lightning as L
-import pytest
 import torch
 from lightning.pytorch.callbacks import ModelPruning
 from support.growth import AwaitReplacement, rejoined
-from support.sampling import sampled
-from support.training import difference, grid_trainer, on_one_device
+from support.training import difference, grid_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -42,19 +40,6 @@ def on_grid(pruning: ModelPruning, faults: list[Fault] | None = None) -> tuple[L
     model = Classifier()
     run.fit(model, loader(BATCH // 2))
     return run, model.state_dict()
-
-
-@pytest.mark.parametrize("permanent", sampled([True, False], 1, rest=pytest.mark.long))
-def test_the_same_is_pruned_as_on_one_device(permanent):
-    def pruning() -> ModelPruning:
-        return ModelPruning("l1_unstructured", amount=0.3, make_pruning_permanent=permanent)
-
-    expected = Classifier()
-    on_one_device(max_epochs=EPOCHS, callbacks=[pruning()]).fit(expected, loader(BATCH))
-    run, weights = on_grid(pruning(), [Fault("kill", 1, 0, step=6)])
-    assert rejoined(run) == [(1, 0)]
-    assert difference(weights, expected.state_dict()) < 1e-10
-    assert ("body.0.weight_mask" in weights) is not permanent
 
 
 def test_what_is_pruned_at_random_does_not_depend_on_failures():

@@ -19,7 +19,6 @@ from lightning.pytorch.callbacks.finetuning import BaseFinetuning
 from same_script import STEPS_PER_EPOCH, Classifier, Run, Session, assert_same, on_a_grid, on_one_device
 from support.growth import AwaitReplacement, rejoined
 from support.sampling import sampled
-from support.scripts import consolidated
 from support.training import failures
 from torch import Tensor, nn
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -206,42 +205,7 @@ def test_all_that_is_trained_is_that_of_one_device(name, stages, tmp_path):
     assert len(run.results["validations"]) == EPOCHS + 1  # with the sanity check
 
 
-@pytest.mark.long
-def test_the_averages_of_lightning_are_not_the_last_weights(tmp_path):
-    plain = on_one_device(lambda session: session.fit(Averaged(), validates=True, max_epochs=EPOCHS) and None, tmp_path)
-    for name in AVERAGING:
-        with pytest.raises(AssertionError):
-            assert_same(on_one(name).weights, plain.weights, tolerance=1e-3)
-
-
-def test_frozen_layers_keep_their_weights(tmp_path):
-    initial = Frozen().state_dict()
-    found = on_a_grid(training("the first stage is frozen"), tmp_path).weights
-    for name, value in initial.items():
-        assert torch.equal(found[name], value) == (name.split(".")[1] in "012"), name
-
-
-FAULTS = {
-    "in a step": Fault("kill", 1, 0, step=6),
-    "the leader": Fault("kill", 0, 1, step=9),
-    "in a validation": Fault("kill", 1, 1, step=8, at="validation"),
-    # The other stage has applied the step and waits in its hook for the one that comes next.
-    "before a change": Fault("kill", 1, 0, step=STEPS_PER_EPOCH - 1, at="optimizer"),
-    # The other stage has applied this step, its last before a validation, and serves it from there.
-    "while others validate": Fault("kill", 1, 0, step=2 * STEPS_PER_EPOCH - 1, at="reduce"),
-    "in the last step": Fault("kill", 0, 0, step=EPOCHS * STEPS_PER_EPOCH - 1, at="reduce"),
-}
 FROZEN_NAMES = ["the first stage is frozen", "the last stage is frozen", "BaseFinetuning", "requires_grad changes"]
-
-
-@pytest.mark.parametrize(
-    ("name", "fault"),
-    long([*sampled(itertools.product(FROZEN_NAMES, FAULTS), 1), *sampled(itertools.product(EMA_AND_SWA, FAULTS), 1)]),
-)
-def test_the_same_though_a_worker_dies(name, fault, tmp_path):
-    run = on_a_grid(training(name, FaultInjectionCallback([FAULTS[fault]])), tmp_path)
-    assert len(failures(run.trainer)) == 1
-    assert_same_training(on_one(name), run)
 
 
 @pytest.mark.parametrize(("name", "joins", "stages"), [
@@ -311,7 +275,7 @@ def test_no_worker_copies_more_than_its_stage(tmp_path):
 
 @functools.cache
 def checkpoints_of(name: str, writer: str) -> Path:
-    """The checkpoints of a training, of every second step; a sharded one is there consolidated, too."""
+    """The checkpoints of a training, of every second step."""
     root = Path(tempfile.mkdtemp())
     saves = cb.ModelCheckpoint(root / "saved", "{step}", every_n_train_steps=2, save_top_k=-1)
     script = training(name, saves, stateful=writer.endswith("stateful"), enable_checkpointing=True)
@@ -319,9 +283,6 @@ def checkpoints_of(name: str, writer: str) -> Path:
         on_one_device(script, root)
     else:
         on_a_grid(script, root, save_distributed_checkpoint=writer == "sharded")
-    if writer == "sharded":
-        path = root / "saved" / f"step={AT_EPOCH_END}.ckpt"
-        consolidated(path, Path(f"{path}.consolidated"))
     return root / "saved"
 
 
@@ -347,19 +308,6 @@ def test_checkpoints_hold_what_those_of_one_device_hold(name):
             del checkpoint["loops"]
         assert found.pop("lightning_recycle")  # from which a run goes on
         assert_same(expected, found)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("name", "writer"), [
-    *sampled([(name, "one file") for name in SAVED], 1),
-    *sampled([(EMA_AND_SWA[0], "one file"), *((name, "sharded") for name in EMA_AND_SWA)], 1),
-])  # fmt: skip
-def test_a_checkpoint_resumes_on_one_device(name, writer, tmp_path):
-    """As from its own; at the end of an epoch, since one device does not find its place in the data of a grid."""
-    path = checkpoints_of(name, writer) / f"step={AT_EPOCH_END}.ckpt"
-    path = Path(f"{path}.consolidated") if writer == "sharded" else path
-    resumed = on_one_device(training(name, ckpt_path=path), tmp_path)
-    assert_same_training(resumed_on_one_device(name, AT_EPOCH_END), resumed)
 
 
 WRITTEN = (("one device", 6), ("one file", AT_EPOCH_END), ("one file", 14), ("sharded", 6))

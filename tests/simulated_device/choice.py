@@ -11,7 +11,6 @@ _SHARED = "tensors that share memory do not any more once Lightning has moved th
 _NAME = "the test expects names of the processor: of the device, or in what Lightning logs of it"
 _AUTOCAST = "the processor has its own list of operators that autocast lowers"
 _FUSED = "with the costs measured there a plan may end in a BW, for whose input gradient the others wait"
-_REWINDS = "ModelPruning rewinds to copies that a training on the host shares its memory with, and others do not"
 
 UNSUITED = {
     "test_metric_places.py::test_a_metric_is_whole_wherever_it_is_kept": _HOST,
@@ -23,11 +22,9 @@ UNSUITED = {
     "test_self_in_hooks.py::test_a_worker_that_dies_in_an_evaluation": _HOST,
     "test_self_in_hooks.py::test_dropout_draws_anew_in_each_call": _HOST,
     "test_self_in_hooks.py::test_every_hook_on_every_worker": _HOST,
-    "test_self_in_hooks.py::test_sampling_gives_the_same_text": _HOST,
     "test_parity_callbacks.py::test_all_that_callbacks_and_loggers_leave": _NAME,
     "test_parity_collected.py::test_what_is_made_of_collected_outputs": _HOST,
     "test_parity_precision.py::test_a_precision_computes_in_the_same_dtypes[bf16-mixed": _AUTOCAST,
-    "test_parity_pruning.py::test_the_same_is_pruned_as_on_one_device": _REWINDS,
     "test_sharded_hooks.py::test_a_kill_at_a_collective_of_a_hook": _HOST,
     "test_sharded_state.py::test_a_replacement_gets_its_own_shards[TP": _HOST,
     "test_shared_layers.py::test_nobody_waits_for_gradients_of_micro_batches_that_run_a_shared_layer": _FUSED,
