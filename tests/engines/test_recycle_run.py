@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import psutil
@@ -15,6 +15,7 @@ import torch
 from engine_script import Paced
 from support.models import GLOBAL_BATCH, dataset
 from support.process_tree import is_alive
+from support.scripts import RECYCLE_RUN, started
 from support.training import TOLERANCE, difference, plain_loop
 from support.waiting import PATIENCE, line_with, next_line, wait_for
 
@@ -23,22 +24,12 @@ from lightning_recycle.engines import recycle_run
 pytestmark = pytest.mark.long
 
 HERE = Path(__file__).parent
-PROGRAM = [sys.executable, "-m", "lightning_recycle.engines.recycle_run"]
 ELSEWHERE = {"RECYCLE_COORDINATOR": "127.0.0.1:9", "RECYCLE_KEY": "a secret of 16 bytes or more"}
 """With these it hosts no coordinator, which tests of other things need not wait for."""
 
 
-@contextlib.contextmanager
-def running(*arguments: str, env: dict[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
-    process = subprocess.Popen(
-        [*PROGRAM, *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
+def running(*arguments: str, env: dict[str, str] | None = None) -> AbstractContextManager[subprocess.Popen[str]]:
+    return started([*RECYCLE_RUN, *arguments], env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})})
 
 
 def run(*arguments: str, env: dict[str, str] | None = None) -> tuple[int, str, str]:
@@ -114,7 +105,7 @@ def test_after_an_exception_of_one_worker_the_others_are_ended() -> None:
     ],
 )
 def test_bad_options_are_refused_in_one_line(arguments: list[str], words: str) -> None:
-    done = subprocess.run([*PROGRAM, *arguments], capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run([*RECYCLE_RUN, *arguments], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 2
     assert done.stderr.startswith("recycle-run: ")
     assert words in done.stderr
@@ -127,7 +118,9 @@ def test_bad_options_are_refused_in_one_line(arguments: list[str], words: str) -
 def test_what_workers_would_refuse_is_refused_before_they_are_started(variable: str) -> None:
     name, value = variable.split("=")
     environ = {**os.environ, f"RECYCLE_{name}": value}
-    done = subprocess.run([*PROGRAM, *shell("exit 3")], env=environ, capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(
+        [*RECYCLE_RUN, *shell("exit 3")], env=environ, capture_output=True, text=True, timeout=PATIENCE
+    )
     assert done.returncode == 2
     shown = "" if name == "KEY" else f"='{value}'"
     assert done.stderr.startswith(f"recycle-run: RECYCLE_{name}{shown}")
@@ -135,7 +128,9 @@ def test_what_workers_would_refuse_is_refused_before_they_are_started(variable: 
 
 def test_a_misspelt_variable_is_named_once() -> None:
     environ = {**os.environ, "RECYCLE_CONECT_SECONDS": "1"}
-    done = subprocess.run([*PROGRAM, *shell("exit 0")], env=environ, capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(
+        [*RECYCLE_RUN, *shell("exit 0")], env=environ, capture_output=True, text=True, timeout=PATIENCE
+    )
     assert done.returncode == 0
     assert done.stderr.count("RECYCLE_CONECT_SECONDS") == 1
     assert "has no meaning here. Did you mean 'RECYCLE_CONNECT_SECONDS'?" in done.stderr
@@ -143,7 +138,7 @@ def test_a_misspelt_variable_is_named_once() -> None:
 
 def test_nothing_is_left_of_a_coordinator_whose_run_is_over(tmp_path: Path) -> None:
     environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path)}
-    done = subprocess.run([*PROGRAM, "true"], env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run([*RECYCLE_RUN, "true"], env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0
     assert "Its state is in" in done.stderr
     assert list((tmp_path / "lightning_recycle").iterdir()) == []

@@ -35,7 +35,6 @@ SCONTROL = """#!/bin/sh
 complete=$(ls -A {folder} | grep -c '^hpc_ckpt_1.ckpt$')
 unfinished=$(ls -A {folder} | grep -c writing)
 echo "$@ with $complete checkpoint and $unfinished unfinished" >> {calls}
-{then}
 """
 
 
@@ -76,7 +75,7 @@ class Srun:
 class Job:
     """A job of four tasks on two nodes, with its coordinator."""
 
-    def __init__(self, srun: Srun, folder: Path, scontrol: str = "exit 0", **variables: str) -> None:
+    def __init__(self, srun: Srun, folder: Path, **variables: str) -> None:
         self._srun, self.folder, self._parent = srun, folder / "run", folder
         self._calls = folder / "calls"
         self._coordinator: subprocess.Popen[str] | None = None
@@ -85,7 +84,7 @@ class Job:
         programs.mkdir()
         self.folder.mkdir()
         for name, text in {
-            "scontrol": SCONTROL.format(folder=self.folder, calls=self._calls, then=scontrol),
+            "scontrol": SCONTROL.format(folder=self.folder, calls=self._calls),
             "srun": "#!/bin/sh\nexit 1\n",
         }.items():
             (programs / name).write_text(text)
@@ -200,16 +199,6 @@ def test_all_save_and_then_one_requeues(faults, variables, name, jobs):
     assert sorted(job.statuses()) == ([-9, ENDED, ENDED, ENDED] if faults else [ENDED] * 4), job.output()
     assert job.calls == [f"requeue {name} with 1 checkpoint and 0 unfinished"], job.output()
     check_resumed(job)
-
-
-def test_a_blocked_scontrol_holds_nobody_up(jobs):
-    job = jobs(scontrol="exec sleep 1000")
-    job.start()
-    job.await_step(3)
-    job.signal(signal.SIGUSR1, 2)
-    assert job.statuses() == [ENDED] * 4, job.output()
-    assert job.calls == ["requeue 7 with 1 checkpoint and 0 unfinished"]
-    assert "scontrol requeue 7: it has not answered within 3 s" in job.output()
 
 
 def test_sigterm_to_one_task_is_its_departure_and_to_all_the_end_of_the_run(jobs):

@@ -66,14 +66,12 @@ def test_two_failures_at_once_are_detected_each_and_recovered_together():
     first, second = find_failures(history)
     assert (first.detected_after, second.detected_after) == (pytest.approx(0.4), pytest.approx(0.4))
     assert (first.recovered_after, second.recovered_after) == (pytest.approx(1.0), pytest.approx(0.9))
-
-
-def test_failure_that_ended_the_run_has_no_recovery():
-    (found,) = find_failures([failure(1.0, 1.5, (0, 0), step=0)])
+    (found,) = find_failures(history[:1])  # it ended the run
     assert (found.regrouped_after, found.recovered_after) == (None, None)
 
 
 def test_phases_are_medians_without_the_first_step_of_a_generation(schedules):
+    assert [phase.steps for phase in find_phases(HISTORY[:7], schedules)] == [4], "the second has committed nothing"
     assert find_phases(HISTORY, schedules) == [
         Phase(0, live_workers=4, steps=4, step_seconds=0.2, planned_seconds=schedules[0].period),
         Phase(1, live_workers=3, steps=2, step_seconds=0.5, planned_seconds=schedules[1].period),
@@ -83,10 +81,6 @@ def test_phases_are_medians_without_the_first_step_of_a_generation(schedules):
 def test_phase_without_a_steady_step_or_a_schedule_says_so():
     assert find_phases(HISTORY[1:2], []) == [Phase(0, None, 1, None, None)]
     assert find_phases(HISTORY[:2], []) == [Phase(0, 4, 1, None, None)]
-
-
-def test_generation_that_committed_nothing_is_left_out(schedules):
-    assert [phase.steps for phase in find_phases(HISTORY[:7], schedules)] == [4]
 
 
 def test_phase_takes_the_newest_schedule_of_its_live_workers(schedules):
@@ -109,14 +103,11 @@ def test_report_shows_the_failure_and_both_rates(schedules):
         assert shown in text
 
 
-def test_report_of_an_empty_run_is_empty():
-    assert rendered(None, [], [], 1000).strip() == ""
-
-
 def test_report_of_unknown_times_shows_dashes():
     text = rendered(None, [Failure(None, "exception", "?", 3, None, None, None)], [Phase(0, None, 1, None, None)], 1)
     assert "exception" in text
     assert "-" in text
+    assert rendered(None, [], [], 1000).strip() == ""
 
 
 def test_pictures_show_the_fault_free_and_the_rerouted_schedule(schedules, tmp_path):
@@ -129,7 +120,4 @@ def test_pictures_show_the_fault_free_and_the_rerouted_schedule(schedules, tmp_p
 def test_a_run_without_a_failure_has_one_schedule(schedules, tmp_path):
     assert [path.suffix for path in write_pictures(schedules[:1], tmp_path)] == [".svg"]
     assert "without" not in (tmp_path / "schedules.svg").read_text()
-
-
-def test_no_schedule_no_pictures(tmp_path):
     assert write_pictures([], tmp_path) == []

@@ -31,11 +31,6 @@ def test_every_image_is_either_trained_with_or_validated_with(data):
     assert set(train.indices) | set(validation.indices) == set(range(1797))
 
 
-def test_batches_have_the_configured_shape(data):
-    images, classes = next(iter(data.train_dataloader()))
-    assert (images.shape, classes.shape) == ((4, 1, 8, 8), (4,))
-
-
 def test_wrong_arguments_are_refused():
     with pytest.raises(ValueError, match="validation_every=1"):
         Digits(validation_every=1)
