@@ -8,7 +8,7 @@ import lightning as L
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 from support.models import GLOBAL_BATCH, Regression, dataset
-from support.training import failures, on_one_device, trainer
+from support.training import on_one_device, trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -39,41 +39,6 @@ def rows(directory: Path) -> list[dict[str, str]]:
 
 def numbers(found: list[dict[str, str]]) -> list[dict[str, Any]]:
     return [{key: pytest.approx(float(value), abs=1e-12) for key, value in row.items()} for row in found]
-
-
-def train(directory: Path, lightning: Any) -> L.Trainer:
-    run: L.Trainer = lightning(logger=CSVLogger(directory), log_every_n_steps=1, max_epochs=2, max_steps=-1)
-    size = GLOBAL_BATCH if run.num_devices == 1 else GLOBAL_BATCH // 2
-    data = dataset(GLOBAL_BATCH * EPOCH)
-    run.fit(Logged().double(), DataLoader(data, batch_size=size), DataLoader(dataset(40), batch_size=size))
-    return run
-
-
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory) -> list[dict[str, str]]:
-    directory = tmp_path_factory.mktemp("one")
-    train(directory, on_one_device)
-    found = rows(directory / "lightning_logs" / "version_0")
-    assert len(found) == 2 * (EPOCH + 2)  # every step, and of each epoch the validation and the end
-    return found
-
-
-@pytest.mark.parametrize("faults", [
-    (),
-    (Fault("kill", 0, 1, 2),),
-    (Fault("kill", 0, 1, 2, at="optimizer", when="after"),),
-    (Fault("kill", 0, 1, EPOCH - 1, at="reduce"),),
-    (Fault("kill", 0, 1, at="validation", step=EPOCH),),
-    (Fault("kill", 0, 1, at="end"),),
-    (Fault("preempt", 0, 1, 2),),
-], ids=["no fault", "forward", "applied", "end of an epoch", "validation", "end", "departure"])  # fmt: skip
-def test_the_rows_are_those_of_one_device_whenever_the_leader_goes(faults, expected, tmp_path):
-    run = train(tmp_path, lambda **kwargs: trainer(2, 2, faults, **kwargs))
-    assert failures(run) == [(f.pipeline, f.stage) for f in faults if f.kind == "kill"]
-    (version,) = (tmp_path / "lightning_logs").iterdir()
-    assert version.name == "version_0"
-    assert [{key: float(value) for key, value in row.items()} for row in rows(version)] == numbers(expected)
-    assert "width: 16" in (version / "hparams.yaml").read_text()
 
 
 def test_a_logger_that_the_script_has_used_before_goes_on_after_the_leader_and_in_the_next_run(tmp_path):

@@ -87,21 +87,6 @@ def test_resuming_from_any_grids_checkpoint_on_any_other_equals_the_uninterrupte
     assert difference(resumed, uninterrupted(name)) < 1e-10
 
 
-@pytest.mark.long
-def test_a_run_whose_leader_died_leaves_checkpoints_that_another_grid_resumes_from(tmp_path):
-    faults = (Fault("kill", 0, 1, 1), Fault("kill", 1, 0, 5))
-    run(Regression().double(), (2, 2), 2, tmp_path, faults=faults)
-    resumed = run(Regression().double(), (1, 2), 2, ckpt_path=tmp_path / "step=6.ckpt")
-    assert difference(resumed, uninterrupted("plain")) < 1e-10
-
-
-@pytest.mark.long
-def test_dropout_goes_on_where_it_was(tmp_path):
-    model = functools.partial(Regression, 0.5)
-    expected = run(model().double(), (2, 2), 2, tmp_path)
-    assert difference(run(model().double(), (1, 2), 2, ckpt_path=tmp_path / "step=6.ckpt"), expected) < 1e-10
-
-
 def test_checkpoints_are_read_without_pickle_and_by_load_from_checkpoint(tmp_path):
     trained = run(Regression().double(), (2, 2), 1, tmp_path)
     path = tmp_path / f"step={EPOCH}.ckpt"

@@ -9,7 +9,6 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from support.growth import happened
 from support.models import GLOBAL_BATCH, Regression, dataset
 from support.samplers import Counts
 from support.training import difference, trainer
@@ -146,15 +145,3 @@ def test_a_run_that_resumes_in_an_epoch_with_batches_of_another_size_is_warned(w
     told = [line for line in caplog.messages if "global batches" in line]
     assert len(told) == warns
     assert all(f"of {GLOBAL_BATCH} samples" in line and f"have {2 * GLOBAL_BATCH}" in line for line in told)
-
-
-def test_a_resumed_run_that_loses_a_stage_begins_again_with_the_same_seed(written, tmp_path):
-    folder, weights, samples = written("shuffled")
-    faults = Fault("kill", 0, 1, 7), Fault("kill", 1, 1, 7)
-    resumed, rest, run = train(
-        tmp_path, "shuffled", READER, (2, 2), *faults,
-        ckpt_path=folder / "step=2.ckpt", strategy={"on_stage_lost": "restart"},
-    )  # fmt: skip
-    assert happened(run, "stage_lost")
-    assert rest == [[]] * 2 + samples[2:]
-    assert difference(resumed, weights) < 1e-10

@@ -10,7 +10,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from support.growth import Marks, Meanwhile, happened, kill, mark_of
+from support.growth import happened
 from support.models import GLOBAL_BATCH, Regression, dataset
 from support.sampling import sampled
 from support.training import exact_fit, failures, fit
@@ -22,16 +22,6 @@ from lightning_recycle.callbacks import Fault
 LENGTH = 14
 LARGE = 1_000_000  # bytes of a tensor that no replacement gets, as it has it
 DATA = dataset(GLOBAL_BATCH * LENGTH)
-
-
-class Pace(L.Callback):
-    """Steps take so long at least."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        time.sleep(self._seconds)
 
 
 def await_file(path: Path) -> None:
@@ -84,37 +74,6 @@ def test_training_starts_again_from_the_newest_checkpoint_that_is_whole(how, ste
     assert len(failures(run)) == 2, "nobody is missing after the restart"
     assert run.global_step == LENGTH
     assert [event.step for event in happened(run, "saved")] == ([4, 8, 12] if step == 8 else [4, 8, 8, 12])
-
-
-@pytest.mark.parametrize("pipelines", sampled([1, 2], 1, rest=pytest.mark.long))
-@pytest.mark.long
-def test_all_processes_are_killed_at_once_and_the_same_grid_starts_again(pipelines, tmp_path):
-    """As the OOM killer does, or somebody who ends all processes of a user."""
-    checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1, filename="{step}")
-    marks = [Marks(tmp_path), Pace(0.1)]
-    ranks = range(2 * pipelines)
-
-    def pids() -> list[int] | None:
-        found = [mark_of(tmp_path, rank, 0) for rank in ranks]
-        return [pid for pid in found if pid] if all(found) and (tmp_path / "step=8.ckpt").exists() else None
-
-    def kill_all(pids: list[int]) -> None:
-        for pid in pids:
-            os.kill(pid, signal.SIGSTOP)  # so that nobody sees the end of another one
-        for pid in pids:
-            kill(pid)
-
-    with Meanwhile(pids, kill_all):
-        run = exact_fit(
-            Regression().double(), pipelines, 2, data=DATA, max_steps=LENGTH, strategy={"on_stage_lost": "restart"},
-            callbacks=[*marks, checkpoints], enable_checkpointing=True,
-        )  # fmt: skip
-    (lost,) = happened(run, "stage_lost")
-    after = run.strategy.history[run.strategy.history.index(lost) + 1 :]
-    first, *_, last = [event.step for event in after if event.kind == "step"]
-    assert first in (4, 8, 12)  # that of step 8 may not have been reported as complete yet
-    assert last == LENGTH - 1
-    assert [schedule.grid.pipelines for schedule in run.strategy.schedules] == [pipelines] * len(run.strategy.schedules)
 
 
 class Dies(L.Callback):

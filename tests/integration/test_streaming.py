@@ -84,16 +84,6 @@ def test_a_stream_of_unknown_length_trains_the_weights_of_one_device_whoever_is_
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("who", ["nobody", "a first stage", "the leader, then a first stage"])
-def test_a_limited_epoch_begins_where_the_one_before_stopped(who):
-    stream = Stream(GLOBAL_BATCH * 3 + 5, endless=True)
-    weights, run = train(stream, KILLS[who], limit_train_batches=EPOCH)
-    assert len(failures(run)) == len(KILLS[who])
-    assert difference(weights, going_on()) < TOLERANCE
-    assert difference(weights, to_the_end()) > 1e-4
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("stream", [Stream, WithoutState])
 def test_processes_that_read_in_turns_give_the_batches_of_one_device(stream):
     expected = one_device(loader(stream(SAMPLES), 1, num_workers=2))
@@ -166,21 +156,6 @@ def test_a_worker_that_joins_finds_the_place_behind_a_shuffle_buffer(enters_at):
     assert (entered.worker, entered.step) == ((1, 0), enters_at)
     assert difference(weights, expected) < TOLERANCE
     assert difference(weights, one_device(loader(shuffled(SAMPLES), 1), 3)) > 1e-4, "the epochs are all alike"
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("step", "callbacks"),
-    # Right after the end of an epoch Lightning, on one device too, leaves the next epoch's start hook out.
-    [pytest.param(EPOCH + 2, [AnotherOrder()], id="mid-epoch"), pytest.param(EPOCH, [], id="end of an epoch")],
-)
-def test_a_run_resumes_behind_a_shuffle_buffer(step, callbacks, tmp_path):
-    expected = one_device(loader(shuffled(SAMPLES), 1), 3, callbacks=callbacks)
-    saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
-    train(shuffled(SAMPLES), callbacks=[saving, *callbacks], enable_checkpointing=True, max_epochs=3)
-    checkpoint = tmp_path / f"step={step}.ckpt"
-    weights, _ = train(shuffled(SAMPLES), grid=(1, 2), ckpt_path=checkpoint, callbacks=callbacks, max_epochs=3)
-    assert difference(weights, expected) < TOLERANCE
 
 
 @pytest.mark.parametrize(
