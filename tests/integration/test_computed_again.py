@@ -106,19 +106,6 @@ def test_dropout_and_running_statistics_are_as_without(seconds):
     assert int(actual["layers.1.num_batches_tracked"]) == 10, "as on one device, each step counts once"
 
 
-@pytest.mark.parametrize("pipelines", sampled([2, 3], 1))
-def test_dropout_after_a_kill_is_as_without_failure(pipelines, seconds):
-    expected = Heavy(dropout=0.3).double()
-    fit(expected, 1, 1, strategy={"seed": 3})
-    model = Heavy(dropout=0.3).double()
-    faults = [Fault("kill", 1, 0, step=6), Fault("kill", 0, 1, step=8, at="backward_input")]
-    strategy = {"split_backward": True, "memory": LIMIT, "profile": seconds, "seed": 3}
-    run = fit(model, pipelines, 2, faults, strategy=strategy)
-    assert again(run.strategy.schedules[-1])
-    assert len(failures(run)) == 2
-    assert difference(model.state_dict(), expected.state_dict()) < 1e-10
-
-
 class Ordinary(L.LightningModule):
     """No PipelineModule: its own step runs on the first stage, up to the layers of the next one."""
 

@@ -12,29 +12,6 @@ from lightning_recycle.control.client import EXIT_LOST_COORDINATOR
 pytestmark = pytest.mark.long
 
 
-def test_a_coordinator_killed_between_two_steps_goes_on(tmp_path):
-    with cluster(tmp_path, 16, 0.1) as run:
-        run.start()
-        run.await_step(6)
-        run.kill_coordinator()
-        run.start_coordinator()
-        record = run.end()
-        assert '"kind": "revived"' in record
-        assert '"kind": "failure"' not in record
-
-
-def test_a_worker_that_dies_in_the_same_moment_is_lost_and_replaced(tmp_path):
-    with cluster(tmp_path, 24, 0.1, "await") as run:
-        run.start("--timeout", "3")
-        run.await_step(4)
-        run.workers[2].kill()
-        run.kill_coordinator()
-        run.start_worker()
-        run.start_coordinator("--timeout", "3")
-        record = run.end(2)
-        assert record.count('"kind": "failure"') == record.count('"kind": "rejoined"') == 1, record
-
-
 def test_kills_at_the_start_in_the_middle_and_while_it_goes_on_from_the_last_one(tmp_path):
     with cluster(tmp_path, 16, 0.1, "validate") as run:
         run.start("--runs", "2")

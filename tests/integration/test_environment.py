@@ -27,33 +27,22 @@ def runs() -> list[dict[str, Any]]:
 
 
 @pytest.mark.long
-def test_each_run_of_a_seed_sweep_has_its_own_seed(runs):
+def test_each_run_has_its_own_seed_and_what_was_set_or_deleted_since_the_one_before(runs):
+    """Also when its workers import the script."""
     first, second, first_again = (run["weights"] for run in runs)
     assert first != second
     assert first == first_again
+    expected = {
+        "set": ["1", "2", "1"], "at import": ["1", "2", "1"], "deleted": ["yes", None, None], "threads": [1, 2, 3],
+    }  # fmt: skip
+    for name, values in expected.items():
+        assert [[worker[name] for worker in run["found"]] for run in runs] == [[value] * 2 for value in values], name
 
 
 @pytest.mark.exhaustive
 def test_a_run_of_a_seed_sweep_equals_one_of_a_fresh_process(runs):
     (fresh,) = sweep(2)
     assert runs[1]["weights"] == fresh["weights"]
-
-
-@pytest.mark.long
-def test_what_was_set_or_deleted_between_two_runs_has_arrived(runs):
-    found = [run["found"] for run in runs]
-    assert [[worker["set"] for worker in run] for run in found] == [["1"] * 2, ["2"] * 2, ["1"] * 2]
-    assert [[worker["deleted"] for worker in run] for run in found] == [["yes"] * 2, [None] * 2, [None] * 2]
-
-
-@pytest.mark.long
-def test_the_environment_is_there_when_a_worker_imports_the_script(runs):
-    assert [[worker["at import"] for worker in run["found"]] for run in runs] == [["1"] * 2, ["2"] * 2, ["1"] * 2]
-
-
-@pytest.mark.long
-def test_torch_uses_as_many_threads_as_the_environment_says_now(runs):
-    assert [[worker["threads"] for worker in run["found"]] for run in runs] == [[1] * 2, [2] * 2, [3] * 2]
 
 
 class Finds(L.Callback):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.growth import happened
-from support.models import GLOBAL_BATCH, AutoEncoder, Noisy, Regression, Scheduled, dataset
+from support.models import GLOBAL_BATCH, AutoEncoder, Noisy, Regression, dataset
 from support.sampling import sampled
 from support.training import TOLERANCE, difference, exact_fit, failures, fit, plain_loop
 from torch import Tensor, nn
@@ -23,11 +23,6 @@ GRIDS = [(1, 1), (2, 1), (1, 2), (2, 2), (3, 2), (2, 3)]
 @pytest.mark.parametrize(("pipelines", "stages"), sampled(GRIDS, 1, rest=pytest.mark.long))
 def test_weights_equal_a_plain_loop_on_every_grid(pipelines, stages):
     assert exact_fit(Regression().double(), pipelines, stages).global_step == 10
-
-
-def test_two_workers_of_different_stages_may_die_in_the_same_step():
-    faults = [Fault("kill", 0, 1, step=3, at="reduce"), Fault("kill", 2, 0, step=3, at="reduce")]
-    assert sorted(failures(exact_fit(Regression().double(), 3, 2, faults))) == [(0, 1), (2, 0)]
 
 
 @functools.cache
@@ -74,11 +69,6 @@ def test_precision_64_trains_a_float32_module_in_double():
 def test_gradient_norm_clipping_sees_the_whole_model():
     fault = Fault("kill", 1, 2, step=3, at="optimizer")
     exact_fit(Regression(clip_scale=100.0).double(), 2, 3, [fault], gradient_clip_val=0.5)
-
-
-def test_a_scheduler_steps_once_a_step_also_when_the_step_is_redone():
-    faults = [Fault("kill", 0, 0, step=3, at="backward_input"), Fault("kill", 1, 1, step=7, at="optimizer")]
-    exact_fit(Scheduled().double(), 2, 2, faults)
 
 
 @pytest.mark.parametrize(("grid", "faults", "clip"), sampled([

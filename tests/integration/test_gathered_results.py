@@ -16,7 +16,7 @@ from support.waiting import PATIENCE
 from test_workers_from_outside import spare, train
 from torch.utils.data import DataLoader
 
-from lightning_recycle import ConfigurationError, UnsupportedFeatureError
+from lightning_recycle import UnsupportedFeatureError
 from lightning_recycle.callbacks import Fault
 from lightning_recycle.launch import launcher, run_preparation, run_results
 from lightning_recycle.session.configuration import Gathering, ResultRoute
@@ -39,11 +39,6 @@ def test_how_results_come_home(wanted, local, small, large):
     gathering = Gathering(wanted, 1000, local)
     assert (gathering.route(999), gathering.route(1000)) == (small, large)
     assert gathering.depends_on_size or small is large
-
-
-def test_an_unknown_choice_is_refused():
-    with pytest.raises(ConfigurationError, match="gather_result='never'"):
-        fit(Regression().double(), 2, 2, strategy={"gather_result": "never"})
 
 
 @pytest.fixture

@@ -25,7 +25,6 @@ from lightning_recycle.errors import ConfigurationError, StageLostError, Unsuppo
 from lightning_recycle.planning import Op
 
 STAGES, FSDP_STAGES = (2, 2, 2), (2, 2, 2, 1)
-PLACES = [(2, 1, 4), (7, 2, 3), (0, 0, 3)]
 
 
 class EachLayer(sharded.Ordinary):
@@ -103,15 +102,6 @@ LONG: list[Any] = [
 )
 def test_weights_equal_those_of_a_plain_loop_whichever_member_is_killed(module, grid, kills, options):
     sharded.exact_fit(module(), grid, *kills, **options)
-
-
-@pytest.mark.parametrize("grid", [sharded.TENSOR, pytest.param(sharded.FSDP, marks=pytest.mark.long)], ids=str)
-def test_a_replacement_gets_the_shards_of_its_column(grid):
-    """Later the position from which it has its state is lost."""
-    limits = {"max_steps": 20, "max_epochs": 9, "strategy": {"max_restarts": 4}}
-    sharded.exact_fit(
-        sharded.Ordinary(), grid, sharded.Kill(1, 1, 2), sharded.Kill(2, 18, 1), sharded.Waits(2), **limits
-    )
 
 
 class Hang(sharded.Kill):
@@ -195,26 +185,3 @@ class Metered(sharded.Ordinary):
 def test_the_members_of_a_position_are_no_replicas_for_metrics():
     trainer = sharded.fit(Metered(), sharded.TENSOR, validates=True, val_check_interval=4)
     assert float(trainer.callback_metrics["samples"]) == len(sharded.dataset())
-
-
-class KeepsItsMesh(sharded.Ordinary):
-    """In an attribute, and a sharded average of its weights in another one."""
-
-    def configure_model(self) -> None:
-        super().configure_model()
-        self.mesh = self.device_mesh["tensor_parallel"]
-        self.average = [p.detach().clone() for p in self.parameters()]
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        assert self.mesh.size() == 2
-        for average, parameter in zip(self.average, self.parameters(), strict=True):
-            average.mul_(0.5).add_(parameter.detach(), alpha=0.5)
-
-
-@pytest.mark.long
-def test_meshes_and_sharded_tensors_in_attributes_travel_to_replacements_and_stay_in_the_workers():
-    module = KeepsItsMesh()
-    sharded.exact_fit(
-        module, sharded.TENSOR, sharded.Kill(1, 1, 2), sharded.Waits(2), max_steps=8, strategy={"max_restarts": 4}
-    )
-    assert not hasattr(module, "mesh")

@@ -28,7 +28,7 @@ CASES = [*itertools.product((TENSOR, FSDP, BOTH), BEGINS, LOSSES)]
 
 
 class Averaged(Ordinary):
-    """Keeps an average of its weights, sharded like them, and reports it whole at the end."""
+    """Keeps its mesh, and an average of its weights, sharded like them, which it reports whole at the end."""
 
     def __init__(self, report: Path) -> None:
         super().__init__()
@@ -36,9 +36,11 @@ class Averaged(Ordinary):
 
     def configure_model(self) -> None:
         super().configure_model()
+        self.mesh = self.device_mesh
         self.average = [p.detach().clone() for p in self.parameters()]
 
     def on_train_batch_start(self, *_: Any) -> None:
+        assert self.mesh.size() > 1
         for average, parameter in zip(self.average, self.parameters(), strict=True):
             average.mul_(0.5).add_(parameter.detach(), alpha=0.5)
 
@@ -110,5 +112,6 @@ def test_a_replacement_gets_its_own_shards(grid, begins, losses, tmp_path):
     assert lost(trainer) >= 1 + (losses != "a join"), kinds
     layers, average = plain_loop_with_average(parts_of(grid))
     assert error(module, layers) < TOLERANCE
+    assert not hasattr(module, "mesh"), "it stays in the workers"
     reported = [torch.tensor(each, dtype=torch.double) for each in json.loads(report.read_text())]
     assert max(float((a - b).abs().max()) for a, b in zip(reported, average, strict=True)) < TOLERANCE
