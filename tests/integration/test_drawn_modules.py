@@ -79,7 +79,10 @@ def check(recipe: drawn_modules.Recipe) -> str:
     return ""
 
 
-@pytest.mark.parametrize(("number", "most_refused"), [(5, 2), pytest.param(500, 50, marks=pytest.mark.exhaustive)])
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize(("number", "most_refused"), [
+    (5, 2), pytest.param(50, 6, marks=pytest.mark.long), pytest.param(1000, 100, marks=pytest.mark.exhaustive),
+])  # fmt: skip
 def test_modules_drawn_at_random_train_as_in_one_process(number, most_refused):
     refused: Counter[str] = Counter()
 

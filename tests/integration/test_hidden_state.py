@@ -1,13 +1,11 @@
-"""What a training step keeps for the next one is its own, whoever computes the next one."""
+"""Hidden states of a recurrent network, by place in the batch; more kinds are in test_drawn_modules.py."""
 
-import itertools
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
 from support.growth import AwaitReplacement, rejoined
-from support.sampling import sampled
 from support.training import difference, failures, grid_trainer, on_one_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -52,58 +50,21 @@ class Recurrent(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.05)
 
 
-class OneTensor(Recurrent):
-    """Its state is one tensor from the beginning, and a hook clears it in place."""
-
-    def __init__(self, automatic: bool = True) -> None:
-        super().__init__(automatic)
-        self.cell = nn.GRUCell(2, 5)
-        del self.hidden
-        self.register_buffer("hidden", torch.zeros(1, 5), persistent=False)
-
-    def on_train_epoch_start(self) -> None:
-        self.hidden.zero_()
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.hidden.expand(len(x), 5) if len(self.hidden) == 1 else self.hidden
-        outputs = []
-        for part in x.unbind(1):
-            hidden = self.cell(part, hidden)
-            outputs.append(hidden)
-        self.hidden = hidden.detach()
-        return self.head(torch.stack(outputs, 1))
-
-
 def data() -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(BATCH * STEPS, 3, 2, generator=generator, dtype=torch.float64)
     return TensorDataset(x, x.sum(2, keepdim=True).cumsum(1))
 
 
-def on_grid(model: Any, faults: Any = (), strategy: Any = None, **kwargs: Any) -> L.Trainer:
-    trainer = grid_trainer(2, 1, faults, {"num_microbatches": 2, **(strategy or {})}, max_epochs=2, **kwargs)
-    trainer.fit(model, DataLoader(data(), BATCH // 2))
-    return trainer
-
-
-def expected(model: L.LightningModule) -> L.LightningModule:
+@pytest.mark.parametrize(("automatic", "replaced"), [(False, False), (True, True)], ids=["manual", "replaced"])
+def test_each_place_of_the_batch_has_a_state_of_its_own(automatic, replaced):
     """On one device each row of the state is that of its sample's place in the batch."""
-    on_one_device(max_epochs=2).fit(model, DataLoader(data(), BATCH))
-    return model
-
-
-@pytest.mark.parametrize(
-    ("kind", "automatic", "dies"), sampled(itertools.product([Recurrent, OneTensor], [True, False], [True, False]), 1)
-)
-def test_each_place_of_the_batch_has_a_state_of_its_own(kind, automatic, dies):
-    faults = [Fault("kill", 1, 0, step=3, at="reduce")] if dies else []
-    theirs, ours = expected(kind(automatic).double()), kind(automatic).double()
-    assert failures(on_grid(ours, faults)) == [(fault.pipeline, 0) for fault in faults]
-    assert difference(ours.state_dict(), theirs.state_dict()) < 1e-10
-
-
-def test_a_replacement_gets_the_states():
-    theirs, ours = expected(Recurrent().double()), Recurrent().double()
-    run = on_grid(ours, [Fault("kill", 1, 0, step=1)], {"max_restarts": 10}, callbacks=[AwaitReplacement([4])])
-    assert rejoined(run) == [(1, 0)]
+    theirs, ours = Recurrent(automatic).double(), Recurrent(automatic).double()
+    on_one_device(max_epochs=2).fit(theirs, DataLoader(data(), BATCH))
+    faults = [Fault("kill", 1, 0, step=1 if replaced else 3, at="forward" if replaced else "reduce")]
+    options = {"num_microbatches": 2, "max_restarts": 10 if replaced else 0}
+    run = grid_trainer(2, 1, faults, options, max_epochs=2, callbacks=[AwaitReplacement([4])] if replaced else [])
+    run.fit(ours, DataLoader(data(), BATCH // 2))
+    assert failures(run) == [(1, 0)]
+    assert rejoined(run) == [(1, 0)] * replaced
     assert difference(ours.state_dict(), theirs.state_dict()) < 1e-10

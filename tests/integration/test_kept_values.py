@@ -1,9 +1,7 @@
 """Whatever a step changes in its module begins for each micro-batch as at the step's beginning, whoever runs it."""
 
-import copy
-import itertools
 import random
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -24,13 +22,6 @@ from lightning_recycle.callbacks import Fault
 LATE = 4  # the calls before a change that begins late
 
 
-class Plain:
-    """An object of the user's."""
-
-    def __init__(self) -> None:
-        self.count, self.values = 0, np.zeros(2)
-
-
 class Slotted:
     __slots__ = ("count",)
 
@@ -38,34 +29,9 @@ class Slotted:
         self.count = 0
 
 
-def number(m: Any, x: Tensor) -> float:
-    m.kept = (m.kept or 0) + 1
-    return m.kept
-
-
-def text(m: Any, x: Tensor) -> float:
-    m.kept = (m.kept or "") + "x"
-    return len(m.kept)
-
-
-def entry(m: Any, x: Tensor) -> float:
-    m.entries["count"] = m.entries.get("count", 0) + 1
-    return m.entries["count"]
-
-
-def counter(m: Any, x: Tensor) -> float:
-    m.counter.update(["calls"])
-    return m.counter["calls"]
-
-
 def default(m: Any, x: Tensor) -> float:
     m.default["calls"] += 1.0
     return m.default["calls"]
-
-
-def recent(m: Any, x: Tensor) -> float:
-    m.recent.append(m.recent[-1] + 1)
-    return sum(m.recent) / 3
 
 
 def ordered(m: Any, x: Tensor) -> float:
@@ -74,35 +40,9 @@ def ordered(m: Any, x: Tensor) -> float:
     return m.ordered[first]
 
 
-def names(m: Any, x: Tensor) -> float:
-    m.names.add(len(m.names))
-    return len(m.names)
-
-
-def array(m: Any, x: Tensor) -> float:
-    m.array[0] += 1
-    return float(m.array[0])
-
-
-def own(m: Any, x: Tensor) -> float:
-    m.own.count += 1
-    m.own.values[1] += 0.5
-    return m.own.count + float(m.own.values[1])
-
-
 def slotted(m: Any, x: Tensor) -> float:
     m.slotted.count += 1
     return m.slotted.count
-
-
-def nested(m: Any, x: Tensor) -> float:
-    m.nested["a"][0]["b"] += 1
-    return m.nested["a"][0]["b"]
-
-
-def tensor(m: Any, x: Tensor) -> float:
-    m.tensor += 1
-    return float(m.tensor)
 
 
 def tensor_in_list(m: Any, x: Tensor) -> float:
@@ -131,72 +71,15 @@ def drawn(m: Any, x: Tensor) -> float:
     return sum(draws)
 
 
-def late_number(m: Any, x: Tensor) -> float:
-    m.calls += 1
-    if m.calls > LATE:
-        m.kept = (m.kept or 0) + 1
-    return m.kept or 0
-
-
-def late_buffer(m: Any, x: Tensor) -> float:
-    m.calls += 1
-    if m.calls > LATE:
-        m.buffer += 1
-    return float(m.buffer)
-
-
-def late_data(m: Any, x: Tensor) -> float:
-    m.calls += 1
-    if m.calls > LATE:
-        m.buffer.data += 1
-    return float(m.buffer)
-
-
-def late_attribute(m: Any, x: Tensor) -> float:
+def late(m: Any, x: Tensor) -> float:
     m.calls += 1
     if m.calls > LATE:
         m.new = getattr(m, "new", 0) + 1
-    return getattr(m, "new", 0)
+        m.buffer.data += 1
+    return getattr(m, "new", 0) + float(m.buffer)
 
 
-ALIKE = (
-    *(number, text, entry, counter, default, recent, ordered, names, array, own, slotted, nested, tensor),
-    *(tensor_in_list, buffer, buffer_assigned, frozen, drawn, late_number, late_buffer, late_data),
-    late_attribute,
-)
-
-
-def mean(m: Any, x: Tensor) -> float:
-    m.kept = 0.9 * (m.kept or 1.0) + 0.1 * float(x.detach().mean())
-    return m.kept
-
-
-def mean_in_array(m: Any, x: Tensor) -> float:
-    m.array[:] = 0.9 * m.array + 0.1 * float(x.detach().mean())
-    return float(m.array.sum())
-
-
-def mean_in_object(m: Any, x: Tensor) -> float:
-    m.own.count = 0.9 * m.own.count + float(x.detach().mean())
-    return m.own.count
-
-
-def hidden(m: Any, x: Tensor) -> float:
-    m.tensor = 0.5 * m.tensor + x.detach().mean()
-    return float(m.tensor)
-
-
-def window(m: Any, x: Tensor) -> float:
-    m.recent.append(float(x.detach().mean()))
-    return sum(m.recent)
-
-
-def extremes(m: Any, x: Tensor) -> float:
-    m.entries["most"] = max(m.entries.get("most", -9.0), float(x.detach().max()))
-    return m.entries["most"]
-
-
-DIFFERENT = (mean, mean_in_array, mean_in_object, hidden, window, extremes)
+WAYS = (default, ordered, slotted, tensor_in_list, buffer, buffer_assigned, frozen, drawn, late)
 
 
 class Keeps(nn.Module):
@@ -204,12 +87,9 @@ class Keeps(nn.Module):
 
     def __init__(self, way: Callable[[Any, Tensor], float]) -> None:
         super().__init__()
-        self.way, self.kept, self.calls = way, None, 0
-        self.entries: dict[str, Any] = {}
-        self.counter, self.default = Counter[str](), defaultdict[str, float](float)
-        self.recent, self.ordered = deque([1.0, 2.0], maxlen=3), OrderedDict({"a": 1, "b": 2, "c": 4})
-        self.names, self.array, self.own, self.slotted = set[int](), np.zeros(3), Plain(), Slotted()
-        self.nested, self.tensor, self.tensors = {"a": [{"b": 0}]}, torch.zeros(()), [torch.zeros(())]
+        self.way, self.calls = way, 0
+        self.default, self.ordered = defaultdict[str, float](float), OrderedDict({"a": 1, "b": 2, "c": 4})
+        self.slotted, self.tensors = Slotted(), [torch.zeros(())]
         self.register_buffer("buffer", torch.zeros(()))
         self.frozen = nn.Parameter(torch.zeros((), dtype=torch.float64), requires_grad=False)
         self.weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
@@ -252,60 +132,28 @@ def train(
     trainer.fit(model, DataLoader(data(), batch_size=8))
     assert len(failures(trainer)) == len(faults)
     assert not replaces or rejoined(trainer)
-    return state(model)
+    return model.state_dict()
 
 
 def alone(make: Callable[[], L.LightningModule]) -> dict[str, Tensor]:
     model = make()
     on_one_device(max_epochs=1).fit(model, DataLoader(data(), batch_size=16))
-    return state(model)
-
-
-def state(model: L.LightningModule) -> dict[str, Tensor]:
-    """With what hooks can read of the numbers that it keeps."""
-    numbers = [
-        (n, m.kept) for n, m in model.named_modules() if isinstance(m, Keeps) and isinstance(m.kept, (int, float))
-    ]
-    return {**model.state_dict(), **{f"{n}.kept": torch.tensor(float(value)) for n, value in numbers}}
+    return model.state_dict()
 
 
 GRIDS = [(1, 1), (1, 4), (2, 1), (2, 4)]
 
 
-def all_alike() -> Net:
-    return Net(*map(Keeps, ALIKE))
-
-
-def all_different() -> Net:
-    return Net(*map(Keeps, DIFFERENT))
+def all_ways() -> Net:
+    return Net(*map(Keeps, WAYS))
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), sampled(GRIDS, 1))
 def test_what_all_micro_batches_leave_alike_counts_once(stages, microbatches):
-    expected = alone(all_alike)
+    """More kinds of values, and what they leave different, are in test_drawn_modules.py."""
+    expected = alone(all_ways)
     kill = Fault("kill", 1, stages - 1, step=5, at="reduce")
-    assert difference(train(all_alike, stages, microbatches, kill), expected) < 1e-10
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("way", "grid"), itertools.product([*ALIKE, *DIFFERENT], GRIDS))
-def test_each_way_to_keep_a_value(way, grid):
-    def make() -> Net:
-        return Net(Keeps(way), Keeps(way))
-
-    calm = train(make, *grid)
-    if way in ALIKE:
-        assert difference(calm, alone(make)) < 1e-10
-    kill = Fault("kill", 1, 0, step=3)
-    assert difference(train(make, *grid, kill), calm) < 1e-10
-    assert difference(train(make, *grid, kill, replaces=True), calm) < 1e-10
-
-
-@pytest.mark.parametrize(("stages", "microbatches"), sampled(GRIDS, 1, seed=5))
-def test_what_they_leave_different_is_in_place_wherever_the_microbatch_runs(stages, microbatches):
-    calm = train(all_different, stages, microbatches)
-    kills = [Fault("kill", 1, 0, step=3), *([Fault("kill", 0, 1, step=5, at="forward")] if stages > 1 else [])]
-    assert difference(train(all_different, stages, microbatches, *kills, replaces=True), calm) < 1e-10
+    assert difference(train(all_ways, stages, microbatches, kill), expected) < 1e-10
 
 
 # ---------------------------------------------------------------------- layers of torch
@@ -335,13 +183,6 @@ def batch_normed() -> Net:
     return Net(nn.BatchNorm1d(6).double(), nn.BatchNorm1d(6, momentum=None).double())
 
 
-@pytest.mark.parametrize(("stages", "microbatches"), sampled(GRIDS, 1, seed=3))
-def test_running_statistics_are_the_mean_over_all_micro_batches(stages, microbatches):
-    calm = train(batch_normed, stages, microbatches)
-    kill = Fault("kill", 0, 0, step=3)
-    assert difference(train(batch_normed, stages, microbatches, kill, replaces=True), calm) < 1e-10
-
-
 class Same(L.Callback):
     """Ends with the same buffers on all peers, to the bit."""
 
@@ -356,20 +197,6 @@ def test_peers_have_equal_statistics_after_each_step():
     trainer = grid_trainer(3, 1, faults, {"num_microbatches": 2}, max_epochs=1, callbacks=[Same()])
     trainer.fit(batch_normed(), DataLoader(data(), batch_size=4))
     assert len(failures(trainer)) == 1
-
-
-def test_statistics_equal_those_of_one_device_that_takes_the_mean():
-    """Of one step: the mean of what two halves of the batch leave."""
-    model, x = batch_normed(), data().tensors[0][:16]
-    first = model.layers[0](x)
-    halves = [copy.deepcopy(model.layers[1]) for _ in range(2)]
-    for norm, part in zip(halves, (first[0::2], first[1::2]), strict=True):
-        norm(part)
-    grid = batch_normed()
-    grid_trainer(2, 1, max_steps=1).fit(grid, DataLoader(data(), batch_size=8))
-    for name in ("running_mean", "running_var"):
-        expected = sum(getattr(norm, name) for norm in halves) / 2
-        assert torch.allclose(getattr(grid.layers[1], name), expected, atol=1e-12)
 
 
 # ---------------------------------------------------------------------- trained weights

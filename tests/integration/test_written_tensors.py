@@ -117,32 +117,3 @@ def test_what_is_too_large_to_be_kept_is_refused_by_name_once_its_worker_is_lost
     on_grid(Large())
     with pytest.raises(UnsupportedFeatureError, match=r"centre is written in a training step"):
         on_grid(Large(), [KILL])
-
-
-class Counts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 4).double()
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return self.linear(x)
-
-
-class InStages(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(Counts(), nn.Linear(4, 1).double())
-
-    def training_step(self, batch: Any) -> Tensor:
-        return self.layers(batch[0]).pow(2).mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def test_with_several_stages_a_write_counts_once_a_step():
-    model = InStages()
-    run = on_grid(model, pipeline_parallel_size=2, layers="layers", num_microbatches=2)
-    assert model.layers[0].calls == run.global_step

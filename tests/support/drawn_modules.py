@@ -68,7 +68,8 @@ def _total(value: Any) -> float:
 
 KINDS: dict[str, Kind] = {
     "number": Kind(lambda: 0, lambda v, n: v + n, float),
-    "text": Kind(str, lambda v, n: v + ("xx" if n > 0.5 else "y"), lambda v: float(v.count("x"))),
+    # What a hook sets, 3, is none of the texts of steps: an equal one would be no change that a worker could see.
+    "text": Kind(str, lambda v, n: v + ("xyx" if n > 1 else "xx" if n > 0.5 else "y"), lambda v: float(v.count("x"))),
     "pair": Kind(lambda: (0.0, 0), lambda v, n: (v[0] + n, v[1] + 1), lambda v: v[0]),
     "tensor": Kind(_zeros, lambda v, n: v + n, _total),
     "tensor in place": Kind(_zeros, _in_place(lambda v, n: v.add_(n)), _total),
@@ -113,8 +114,9 @@ class Recipe:
     Args:
         places: the values that steps keep.
         zeroing: how ``optimizer_zero_grad`` is overridden; not at all if empty.
-        gradients: what ``on_after_backward`` or ``on_before_optimizer_step`` does with gradients.
+        gradients: what ``on_before_optimizer_step`` does with gradients, or ``on_before_zero_grad``.
         parameters: what becomes of parameters during the training.
+        changes: the hook in which it does.
         norm: a layer of normalisation, or of a parametrization.
         optimizer: the name of its class.
         clip: the norm at which gradients are clipped, or None.
@@ -129,6 +131,7 @@ class Recipe:
     zeroing: str = ""
     gradients: str = ""
     parameters: str = ""
+    changes: str = "on_train_epoch_start"
     norm: str = ""
     optimizer: str = "SGD"
     clip: float | None = None
@@ -140,6 +143,10 @@ class Recipe:
 
 
 _HOOKS = ("on_train_batch_start", "on_train_batch_end", "on_before_optimizer_step", "on_train_epoch_start")
+_CHANGING = ("on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_train_batch_end")
+_OF_ONE_LAYER = (
+    "added", "extended", "exchanged", "layer exchanged", "taken away", "taken away without state", "left to itself",
+)  # fmt: skip
 
 
 @st.composite
@@ -153,12 +160,13 @@ def recipes(draw: Any) -> Recipe:
     # What comes and goes outside of the layers is, with several stages, in none of them.
     parameters = ["", "", "frozen", "thawed", "unused", "zero at first"]
     if stages == 1:
-        parameters += ["added", "exchanged", "only in the optimizer"]
+        parameters += [*_OF_ONE_LAYER, "frozen and dropped", "only in the optimizer"]
     return Recipe(
         places=tuple(draw(st.lists(place, min_size=1, max_size=3))),
-        zeroing=draw(st.sampled_from(["", "", "kept", "faded", "zeros"])),
-        gradients=draw(st.sampled_from(["", "", "scaled", "exchanged"])),
+        zeroing=draw(st.sampled_from(["", "", "", "kept", "faded", "zeros", "every other", "replaced", "nothing"])),
+        gradients=draw(st.sampled_from(["", "", "scaled", "exchanged", "ones before zeroing"])),
         parameters=draw(st.sampled_from(parameters)),
+        changes=draw(st.sampled_from(_CHANGING)),
         norm=draw(st.sampled_from(["", "", "batch", "spectral", "weight"])),
         optimizer=draw(st.sampled_from(["SGD", "AdamW", "NAdam"])),
         clip=draw(st.sampled_from([None, None, 0.05])),
@@ -246,7 +254,7 @@ class DrawnModule(Places, L.LightningModule):
         self.change(x)
         if kind == "unused" and batch_idx % 2:
             out = out + self.more[0](out)
-        elif kind in ("added", "exchanged") and len(self.more):
+        elif kind in _OF_ONE_LAYER:
             out = out + self.more[-1](out)
         elif kind == "only in the optimizer":
             out = out + self.free[0]
@@ -262,37 +270,61 @@ class DrawnModule(Places, L.LightningModule):
         return getattr(torch.optim, self.recipe.optimizer)(own, lr=0.03, **options)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        if self.recipe.zeroing == "kept":
-            if batch_idx % 4 == 0:
-                optimizer.zero_grad()
-        elif self.recipe.zeroing == "faded":
-            for parameter in self.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(0.5)
-        else:
-            optimizer.zero_grad(set_to_none=self.recipe.zeroing != "zeros")
+        how = self.recipe.zeroing
+        if how in ("", "zeros") or (how == "kept" and batch_idx % 4 == 0):
+            optimizer.zero_grad(set_to_none=how != "zeros")
+        for name, parameter in self.named_parameters():
+            if how == "every other" and name.endswith(("weight", "bias")[batch_idx // 2 % 2]):
+                parameter.grad = None
+            elif how == "faded" and parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+            elif how == "replaced" and parameter.grad is not None:
+                parameter.grad = 0.1 * torch.sign(parameter.detach())
 
     # ------------------------------------------------------------------ hooks
 
     def _all(self) -> Iterator[Places]:
         yield from (module for module in self.modules() if isinstance(module, Places))
 
-    def on_train_epoch_start(self) -> None:
+    def _change_parameters(self, hook: str) -> None:
+        if hook != self.recipe.changes:
+            return
         kind, optimizer = self.recipe.parameters, self.optimizers().optimizer
-        if self.current_epoch == 1 and kind == "added":
-            torch.manual_seed(5)
-            self.more.append(nn.Linear(2, 2).double().to(self.device))
-            optimizer.add_param_group({"params": self.more[-1].parameters(), "lr": 0.1})
-        if self.current_epoch == 1 and kind == "exchanged":
-            torch.manual_seed(5)
-            drawn = torch.randn(2, 2, dtype=torch.float64)
-            old, new = self.more[-1].weight, nn.Parameter(drawn.to(self.device))
-            self.more[-1].weight = new
-            group = optimizer.param_groups[0]
-            group["params"] = [new if parameter is old else parameter for parameter in group["params"]]
-        if kind in ("frozen", "thawed"):
-            self.net[2].requires_grad_((self.current_epoch == 1) == (kind == "thawed"))
+        group = optimizer.param_groups[0]
+        if kind in ("frozen", "frozen and dropped", "thawed"):
+            self.net[2].requires_grad_(kind == "thawed")
+        if kind == "frozen and dropped":
+            for parameter in self.net[2].parameters():
+                parameter.grad = None
+        if kind not in _OF_ONE_LAYER:
+            return
+        torch.manual_seed(5)
+        new, old = nn.Linear(2, 2).double().to(self.device), self.more[-1]
+        if kind == "exchanged":
+            group["params"] = [new.weight if parameter is old.weight else parameter for parameter in group["params"]]
+            old.weight = new.weight
+        elif kind in ("added", "extended"):
+            self.more.append(new)
+        else:
+            gone = set(map(id, old.parameters()))
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in gone]
+            for parameter in old.parameters() if kind != "taken away without state" else ():
+                optimizer.state.pop(parameter, None)
+            if kind != "left to itself":
+                self.more[-1] = new if kind == "layer exchanged" else nn.Identity()
+        if kind == "added":
+            optimizer.add_param_group({"params": new.parameters(), "lr": 0.1})
+        elif kind in ("extended", "layer exchanged"):
+            group["params"] += list(new.parameters())
+
+    def on_train_start(self) -> None:
+        if self.recipe.parameters == "thawed":
+            self.net[2].requires_grad_(False)
+        self._change_parameters("on_train_start")
+
+    def on_train_epoch_start(self) -> None:
         if self.current_epoch == 1:
+            self._change_parameters("on_train_epoch_start")
             self._set_anew("on_train_epoch_start")
 
     def _set_anew(self, hook: str) -> None:
@@ -305,10 +337,18 @@ class DrawnModule(Places, L.LightningModule):
             owner.is_on = batches
         if batches == 3:
             self._set_anew("on_train_batch_start")
+        if batches == BATCHES:
+            self._change_parameters("on_train_batch_start")
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 2:
             self._set_anew("on_train_batch_end")
+        if self.is_on == BATCHES - 1:
+            self._change_parameters("on_train_batch_end")
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        for parameter in self.parameters() if self.recipe.gradients == "ones before zeroing" else ():
+            parameter.grad = torch.ones_like(parameter)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         if self.is_on in (3, 5):
@@ -316,7 +356,7 @@ class DrawnModule(Places, L.LightningModule):
         for parameter in self.parameters() if self.recipe.gradients else ():
             if parameter.grad is not None and self.recipe.gradients == "scaled":
                 parameter.grad.mul_(0.9)
-            elif parameter.grad is not None:
+            elif parameter.grad is not None and self.recipe.gradients == "exchanged":
                 parameter.grad = parameter.grad * 0.9
 
 
