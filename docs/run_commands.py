@@ -27,7 +27,7 @@ ELSEWHERE = {
     r"kubectl|pdsh": "needs the machines that it names",
     r"make install": "a clone without an environment makes it: CI's first step",
     r"10\.0\.0\.1|recycle-run|RECYCLE_COORDINATOR|RECYCLE_KEY|torchrun|srun|SBATCH|#!/bin/bash": "needs the machines "
-    "that it names: tests/integration/test_workers_from_outside.py and test_several_machines.py",
+    "that it names: tests/integration/test_workers_from_outside.py and test_kubernetes_environment.py",
     r"consolidate_checkpoint": "tests/integration/test_resume.py, with a checkpoint of its own",
 }
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
-import sys
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +17,9 @@ from support.growth import AwaitReplacement, happened, rejoined
 from support.models import GLOBAL_BATCH, GLOBAL_MICROBATCHES, Regression, Scheduled, dataset
 from support.options import recycle_strategy
 from support.sampling import sampled
+from support.scripts import RECYCLE_RUN, started
 from support.training import QUIET, TOLERANCE, committed_steps, difference, failures, on_one_device, plain_loop
 from support.waiting import PATIENCE, line_with
-from test_workers_from_outside import spare
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -76,16 +74,6 @@ def test_what_is_logged_and_the_learning_rates_are_those_of_one_device() -> None
     assert difference(model.state_dict(), reference.state_dict()) < TOLERANCE
     rates = [one.lr_scheduler_configs[0].scheduler.get_last_lr() for one in (run, alone)]
     assert rates[0] == rates[1]
-
-
-@pytest.mark.long
-def test_a_worker_that_is_lost_is_replaced_where_there_is_a_device_and_vacant_positions_stay_vacant() -> None:
-    """A replacement for each position that has a device, and no process for the others."""
-    callbacks = [FaultInjectionCallback([Fault("kill", 1, 0, step=2)]), AwaitHeld(4)]
-    model, run = train(4, callbacks=callbacks, strategy={"max_restarts": 5})
-    assert difference(model.state_dict(), plain_loop(Regression().double(), DATA, LENGTH)) < TOLERANCE
-    assert failures(run) == rejoined(run) == [(1, 0)]
-    assert {event.worker for event in happened(run, "restarting")} == {(1, 0)}
 
 
 class AwaitHeld(AwaitReplacement):
@@ -155,46 +143,12 @@ def test_positions_of_several_processes_are_refused_by_name() -> None:
         train(4, strategy={"tensor_parallel_size": 2})
 
 
-SCRIPT = """
-from test_elastic_start import from_outside
-if __name__ == '__main__':
-    from_outside()
-"""
-
-
-def from_outside() -> tuple[Any, L.Trainer]:
-    """What the launching process, which has two devices, and workers from outside run."""
-    return train(2, callbacks=[AwaitHeld(5)])
-
-
-@pytest.mark.long
-def test_workers_that_come_later_join_where_most_are_missing_and_nothing_is_redone(port: int) -> None:
-    with contextlib.ExitStack() as stack:
-        spares = [stack.enter_context(spare(port, script=SCRIPT)) for _ in range(3)]
-        model, run = from_outside()
-        errors = [process.communicate(timeout=PATIENCE)[1] for process in spares]
-    assert [process.returncode for process in spares] == [0, 0, 0], errors
-    assert difference(model.state_dict(), plain_loop(Regression().double(), DATA, LENGTH)) < TOLERANCE
-    assert [failures(run), happened(run, "redone")] == [[], []]
-    assert len(rejoined(run)) == 3
-    assert sorted(stage for _, stage in rejoined(run)) in ([0, 0, 1], [0, 1, 1])
-
-
 # ---------------------------------------------------------------------- workers that a cluster manager starts
 
 
-@contextlib.contextmanager
-def recycle_run(*arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "lightning_recycle.engines.recycle_run", *arguments]
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1", "RECYCLE_LOG": "json", **environment}, **pipes
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
+def recycle_run(*arguments: str, **environment: str) -> AbstractContextManager[subprocess.Popen[str]]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "RECYCLE_LOG": "json", **environment}
+    return started([*RECYCLE_RUN, *arguments], env=env)
 
 
 def kinds(errors: str) -> list[str]:
@@ -234,22 +188,3 @@ def test_a_second_job_joins_the_run_of_the_first_and_leaves_it_again(tmp_path: P
     assert "as it was asked to. Live workers: 2 of 4." in errors
     joins = f"workers that are started with RECYCLE_COORDINATOR={address} join at a step boundary"
     assert f"The run begins with 2 of 4 workers. Vacant: (1, 0), (1, 1); {joins}." in errors
-
-
-@pytest.mark.long
-def test_a_run_that_begins_with_one_worker_has_six_in_the_middle_and_two_at_the_end(tmp_path: Path) -> None:
-    """Three pipelines of one stage on one to six lanes, whose workers come and leave with two other ``recycle-run``."""
-    output, steps = tmp_path / "weights.pt", 24
-    script = [str(HERE / "elastic_script.py"), str(output), str(steps), "3,1,4,1,6", "0=1", "6=6", "16=2"]
-    address = f"127.0.0.1:{free_port('127.0.0.1')}"
-    key = {"RECYCLE_KEY": "the key of this test"}
-    with recycle_run("--coordinator", address, *script, **key) as run:
-        workers_at(run, 4, 1)
-        joins = {"RECYCLE_COORDINATOR": address, **key}
-        with recycle_run(*script, **joins), recycle_run("--nproc-per-node", "4", *script, **joins) as leaving:
-            workers_at(run, 16, 6)
-            leaving.terminate()
-            _, errors = run.communicate(timeout=PATIENCE)
-    assert run.returncode == 0, errors
-    assert_exact(output, steps)
-    assert kinds(errors) == ["rejoined", "left"]

@@ -194,19 +194,6 @@ def test_a_damaged_plan_is_reported_and_made_again(tmp_path, caplog):
     assert "not used and will be computed again" in caplog.text
 
 
-class OneByOne:
-    """A planner of a user's: 1F1B while nothing fails."""
-
-    def plan(self, problem: planning.Problem) -> planning.Schedule:
-        return planning.plan(problem) if problem.failed else planning.one_f_one_b(problem)
-
-
-def test_a_users_planner_is_asked(tmp_path):
-    run = exact_fit(Regression().double(), 2, 2, [Fault("kill", 0, 0, step=5)], strategy={"planner": OneByOne()})
-    assert not run.strategy.schedules[0].problem.technique.split_backward
-    assert run.strategy.schedules[1].failed == {planning.Worker(0, 0)}
-
-
 @pytest.mark.parametrize(("options", "staggered"), [
     ({}, True),
     ({"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}, True),

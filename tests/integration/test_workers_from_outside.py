@@ -1,22 +1,17 @@
 """Workers that the launching process did not start: they wait as spares, and take the place of a lost one."""
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
-from hypothesis import Phase, given, settings
 from support.growth import AwaitReplacement, Marks, Meanwhile, happened, mark_of, rejoined
-from support.hostile import assault, hostile_inputs
 from support.models import GLOBAL_BATCH, Regression, dataset
 from support.scripts import started
 from support.training import committed_steps, difference, failures, fit, plain_loop, undisturbed
@@ -71,12 +66,6 @@ def test_a_worker_from_outside_takes_the_place_of_a_lost_one(port):
     assert float(output.split("weights")[1]) == pytest.approx(total, rel=1e-10)
 
 
-def connections(port: int) -> int:
-    """How many there are at the listening side."""
-    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return sum(row[1].endswith(f":{port:04X}") and row[3] == "01" for row in rows)
-
-
 def spares(coordinator: int) -> int:
     """How many wait, by the run of the process ``coordinator``; 0 if it does not answer in time, as under load."""
     command = [str(Path(sys.executable).with_name("recycle-status")), "--json", str(coordinator)]
@@ -116,45 +105,6 @@ def test_an_evicted_worker_from_outside_that_wakes_up_is_fenced(port, tmp_path):
     assert difference(model.state_dict(), plain_loop(Regression().double(), data, 30)) < 1e-10
     assert process.returncode > 0
     assert "connection to the coordinator" in errors
-
-
-@pytest.mark.long
-def test_a_training_goes_on_whatever_strangers_say_to_its_port(port, tmp_path):
-    ended = threading.Event()
-    said = 0
-
-    @settings(max_examples=2000, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
-    @given(hostile=hostile_inputs())
-    def besiege(hostile: Any) -> None:
-        nonlocal said
-        if not ended.is_set() and wait_for(lambda: ended.is_set() or connections(port) >= 4, 60):
-            with contextlib.suppress(ConnectionRefusedError):  # it has just ended
-                assault(("127.0.0.1", port), b"the key of this test", hostile)
-            said += 1
-
-    siege = threading.Thread(target=besiege, daemon=True)
-    siege.start()
-    model, run = train(callbacks=[Unhurried(tmp_path, lambda: said >= 100)])
-    ended.set()
-    siege.join(30)
-    assert said >= 100
-    assert undisturbed(run)
-    assert difference(model.state_dict(), plain_loop(Regression().double(), DATA, LENGTH)) < 1e-10
-
-
-class Unhurried(L.Callback):
-    """In the middle of the training, waits until the launching process has met what it is to meet."""
-
-    def __init__(self, directory: Path, enough: Callable[[], bool]) -> None:
-        self._sign = directory / "enough"
-        threading.Thread(target=self._watch, args=(enough,), daemon=True).start()
-
-    def _watch(self, enough: Callable[[], bool]) -> None:
-        assert wait_for(enough, 60)
-        self._sign.touch()
-
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        wait_for(lambda: trainer.global_step != 8 or self._sign.exists(), 60)
 
 
 @pytest.mark.parametrize(("variables", "words"), [
