@@ -13,18 +13,17 @@ import lightning as L
 import pytest
 import torch
 from elastic_script import Talking
-from support.growth import AwaitReplacement, happened, rejoined
-from support.models import GLOBAL_BATCH, GLOBAL_MICROBATCHES, Regression, Scheduled, dataset
+from support.growth import happened
+from support.models import GLOBAL_BATCH, GLOBAL_MICROBATCHES, Regression, dataset
 from support.options import recycle_strategy
 from support.sampling import sampled
 from support.scripts import RECYCLE_RUN, started
-from support.training import QUIET, TOLERANCE, committed_steps, difference, failures, on_one_device, plain_loop
+from support.training import QUIET, TOLERANCE, committed_steps, difference, failures, plain_loop
 from support.waiting import PATIENCE, line_with
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_recycle import ConfigurationError, UnsupportedFeatureError
-from lightning_recycle.callbacks import Fault, FaultInjectionCallback
 from lightning_recycle.control.network.addresses_and_keys import free_port
 
 LENGTH = 16
@@ -66,27 +65,6 @@ def test_a_run_on_fewer_devices_than_positions_has_the_result_of_all(
     assert f"({PIPELINES - 1}, {stages - 1}); for other workers to join" in line
 
 
-def test_what_is_logged_and_the_learning_rates_are_those_of_one_device() -> None:
-    model, run = train(3, model=Scheduled().double())
-    reference = Scheduled().double()
-    alone = on_one_device(max_steps=LENGTH)
-    alone.fit(reference, DataLoader(DATA, batch_size=GLOBAL_BATCH))
-    assert difference(model.state_dict(), reference.state_dict()) < TOLERANCE
-    rates = [one.lr_scheduler_configs[0].scheduler.get_last_lr() for one in (run, alone)]
-    assert rates[0] == rates[1]
-
-
-class AwaitHeld(AwaitReplacement):
-    """Waits, from step 6 on, until so many positions are held."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__(range(6, LENGTH))
-        self._count = count
-
-    def missing(self, strategy: Any) -> bool:
-        return len(strategy.live_workers) < self._count
-
-
 @pytest.mark.parametrize(
     ("devices", "stages", "most"),
     sampled([(5, 1, 5), (6, 1, 6), (7, 2, 4), (12, 2, 6), (3, 1, 6)], 1, seed=7, rest=pytest.mark.long),
@@ -99,14 +77,6 @@ def test_more_workers_than_the_batch_has_pipelines_share_it(devices: int, stages
     (schedule, *_) = run.strategy.schedules
     loads = [sum(op.kind == "F" for op in schedule.program(worker)) for worker in schedule.live_workers]
     assert max(loads) <= -(-GLOBAL_MICROBATCHES // (devices // stages)), "each has its share"
-
-
-@pytest.mark.parametrize("lane", sampled([0, 4], 1, rest=pytest.mark.long))
-def test_any_of_more_workers_is_lost_and_replaced(lane: int) -> None:
-    callbacks = [FaultInjectionCallback([Fault("kill", lane, 0, step=2)]), AwaitHeld(5)]
-    model, run = train(5, 1, callbacks=callbacks, strategy={"max_pipelines": 6, "max_restarts": 5})
-    assert difference(model.state_dict(), plain_loop(Regression().double(), DATA, LENGTH)) < TOLERANCE
-    assert failures(run) == rejoined(run) == [(lane, 0)]
 
 
 def test_epoch_metrics_do_not_depend_on_the_number_of_workers() -> None:

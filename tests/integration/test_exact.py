@@ -41,13 +41,6 @@ def test_dropout_and_augmentation_do_not_depend_on_grid_or_failure(pipelines, st
     assert difference(with_dropout_on_one_worker(8), with_dropout_on_one_worker(7)) > 1e-3  # it is really random
 
 
-def test_shuffled_data_of_two_epochs_is_the_same_on_every_grid():
-    models = [Regression().double() for _ in range(2)]
-    for model, grid, faults in zip(models, [(1, 1), (2, 2)], [(), (Fault("kill", 1, 1, step=14),)], strict=True):
-        fit(model, *grid, faults, max_steps=-1, max_epochs=2, loader={"shuffle": True, "num_workers": 1})
-    assert difference(models[0].state_dict(), models[1].state_dict()) < TOLERANCE
-
-
 @pytest.mark.long
 def test_layer_specs_train_like_modules_built_in_one_process():
     model = Regression(specs=True)
@@ -64,11 +57,6 @@ def test_precision_64_trains_a_float32_module_in_double():
     expected = plain_loop(copy.deepcopy(model).double(), dataset())
     fit(model, 2, 2, [Fault("kill", 1, 1, step=5)], precision="64-true")
     assert difference(model.state_dict(), expected) < TOLERANCE
-
-
-def test_gradient_norm_clipping_sees_the_whole_model():
-    fault = Fault("kill", 1, 2, step=3, at="optimizer")
-    exact_fit(Regression(clip_scale=100.0).double(), 2, 3, [fault], gradient_clip_val=0.5)
 
 
 @pytest.mark.parametrize(("grid", "faults", "clip"), sampled([

@@ -9,11 +9,8 @@ import pytest
 import same_script as same
 import torch
 from lightning.pytorch.utilities import grad_norm
-from support.growth import AwaitReplacement
 from support.sampling import sampled
 from torch import Tensor, nn
-
-from lightning_recycle.callbacks import Fault, FaultInjectionCallback
 
 
 class LogsNorms(same.Classifier):
@@ -43,10 +40,9 @@ class LogsNormsOfTied(LogsNorms):
         return [layer.double() for layer in layers]
 
 
-def logged(module: type[LogsNorms], *faults: Fault) -> same.Script:
+def logged(module: type[LogsNorms]) -> same.Script:
     def script(session: same.Session) -> None:
-        callbacks: list[Any] = [FaultInjectionCallback(list(faults)), AwaitReplacement([5])] if faults else []
-        session.fit(module(session.root / "norms"), max_epochs=2, callbacks=callbacks)
+        session.fit(module(session.root / "norms"), max_epochs=2)
 
     return script
 
@@ -63,16 +59,6 @@ def test_grad_norm_is_that_of_one_device_on_every_worker(tmp_path, module, stagg
     found = [path.read_text().splitlines() for path in (grid.root / "norms").iterdir()]
     assert len(found) == same.PIPELINES * same.STAGES
     assert all(lines == found[0] for lines in found)
-
-
-@pytest.mark.parametrize("stage", sampled([0, 1], 1, rest=pytest.mark.long))
-@pytest.mark.parametrize("at", sampled(["backward_input", "optimizer"], 1, rest=pytest.mark.long))
-def test_grad_norm_is_complete_whoever_dies(tmp_path, stage, at):
-    one = same.on_one_device(logged(LogsNorms), tmp_path / "one")
-    fault = Fault("kill", 0, stage, step=3, at=at)
-    grid = same.on_a_grid(logged(LogsNorms, fault), tmp_path / "grid", max_restarts=10)
-    same.assert_same(one.metrics, grid.metrics)
-    same.assert_same(one.weights, grid.weights)
 
 
 class NotANumber(nn.Module):
