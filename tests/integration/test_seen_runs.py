@@ -1,10 +1,11 @@
-"""A training that is looked at while it runs, as a user would: commands, a browser, what Prometheus scrapes."""
+"""A training that is looked at while it runs, as a user would: commands, a browser, Prometheus."""
 
 import json
 import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import urllib.error
@@ -20,7 +21,7 @@ import pytest
 from support.models import GLOBAL_BATCH, Regression, dataset
 from support.scripts import completed
 from support.training import difference, failures, fit, plain_loop
-from support.waiting import wait_for
+from support.waiting import PATIENCE, wait_for
 
 from lightning_recycle import ConfigurationError
 from lightning_recycle.callbacks import Fault
@@ -247,17 +248,59 @@ def dashboards() -> set[str]:
 
 
 @pytest.mark.long
-def test_the_dashboard_and_the_alerts_ask_for_metrics_that_a_run_has(tmp_path, port, monkeypatch):
-    """What is known of this run: the batches of its loader are counted, so samples are known, too."""
+def test_the_dashboard_and_the_alerts_ask_for_metrics_that_prometheus_has_scraped(tmp_path, port, monkeypatch):
     pytest.importorskip("prometheus_client", reason="the extra 'metrics' is not installed")
+    prometheus, promtool = shutil.which("prometheus"), shutil.which("promtool")
     scraped: set[str] = set()
+    answers: dict[str, Any] = {}
 
     def look() -> None:
         kill_from_outside(tmp_path)
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
-            scraped.update(re.findall(r"^(recycle_\w+)", response.read().decode(), re.M))
+            content = response.read()
+        scraped.update(re.findall(r"^(recycle_\w+)", content.decode(), re.M))
+        if promtool is not None:
+            done = subprocess.run([promtool, "check", "metrics"], input=content, capture_output=True, timeout=30)
+            answers["promtool"] = done.stderr.decode() + done.stdout.decode()
+        if prometheus is not None:
+            answers.update(scraped_by(prometheus, port, tmp_path))
 
     monkeypatch.setenv("RECYCLE_HTTP", str(port))
     trained_while(look, tmp_path)
+    # What is known of this run: the batches of its loader are counted, so samples are known, too.
     assert dashboards() - scraped == set()
     assert len(dashboards()) > 10
+    if promtool is not None:
+        assert "error" not in answers["promtool"], answers["promtool"]
+    if prometheus is not None:
+        assert answers["recycle_step"] == ["12"]
+        assert answers["recycle_failures_total"] == ["1"]
+        assert answers['recycle_workers{state="lost"}'] == ["1"]
+        assert len(answers["sum by (cause) (recycle_worker_seconds_total)"]) == 6
+
+
+def scraped_by(prometheus: str, port: int, folder: Path) -> dict[str, list[str]]:
+    """The answers of a Prometheus of this test's own that scrapes the run."""
+    own = free_port("127.0.0.1")
+    config = folder / "prometheus.yml"
+    text = (MONITORING / "prometheus.yml").read_text()
+    text = text.replace("localhost:8265", f"127.0.0.1:{port}").replace("interval: 5s", "interval: 200ms")
+    config.write_text(text.replace("alerts.yml", str(MONITORING / "alerts.yml")))
+    command = [prometheus, f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}"]
+    process = subprocess.Popen([*command, f"--web.listen-address=127.0.0.1:{own}"], stderr=subprocess.PIPE, text=True)
+
+    def ask(query: str) -> list[str]:
+        url = f"http://127.0.0.1:{own}/api/v1/query?{urllib.parse.urlencode({'query': query})}"
+        try:
+            with urllib.request.urlopen(url, timeout=5) as response:
+                return [sample["value"][1] for sample in json.load(response)["data"]["result"]]
+        except (urllib.error.URLError, ConnectionError):  # it does not listen yet
+            return []
+
+    try:
+        assert wait_for(lambda: ask("recycle_step"), 40, pause=0.2), "nothing was scraped"
+        queries = ["recycle_step", "recycle_failures_total", 'recycle_workers{state="lost"}']
+        return {query: ask(query) for query in [*queries, "sum by (cause) (recycle_worker_seconds_total)"]}
+    finally:
+        process.terminate()
+        process.communicate(timeout=PATIENCE)
