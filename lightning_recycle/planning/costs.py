@@ -76,14 +76,8 @@ class Costs:
         communication: float = 0.0,
     ) -> Costs:
         """The same costs for each of ``stages`` stages."""
-        return cls(
-            forward=(forward,) * stages,
-            backward_input=(backward_input,) * stages,
-            backward_weight=(backward_weight,) * stages,
-            reduce=(reduce,) * stages,
-            optimizer=(optimizer,) * stages,
-            communication=communication,
-        )
+        of_a_stage = forward, backward_input, backward_weight, reduce, optimizer
+        return cls(*((seconds,) * stages for seconds in of_a_stage), communication)
 
     @property
     def stages(self) -> int:
@@ -300,14 +294,8 @@ class Profile:
         """The planner's costs, in seconds, with the largest message of any stage."""
         message = max((stage.output_bytes for stage in self.stages[:-1]), default=0)
         transfer = message / self.bandwidth if self.bandwidth else 0.0
-        return Costs(
-            forward=tuple(stage.forward for stage in self.stages),
-            backward_input=tuple(stage.backward_input for stage in self.stages),
-            backward_weight=tuple(stage.backward_weight for stage in self.stages),
-            reduce=tuple(stage.reduce for stage in self.stages),
-            optimizer=tuple(stage.optimizer for stage in self.stages),
-            communication=self.latency + transfer if len(self.stages) > 1 else 0.0,
-        )
+        by_stage = (tuple(getattr(stage, name) for stage in self.stages) for name in _PER_STAGE)
+        return Costs(*by_stage, communication=self.latency + transfer if len(self.stages) > 1 else 0.0)
 
     def memory(self, activation_memory: float) -> Memory:
         """The memory of a plan with ``activation_memory`` bytes for micro-batches."""
@@ -412,13 +400,12 @@ def memory_of(
         most = -(-grid.global_microbatches // max(1, live[stage]))
         own = max(footprint.fixed + footprint.temporary for footprint in found)  # one operation runs at a time
         fixed.append(own + most * max(footprint.messages for footprint in found))
-    return Memory(
-        tuple(capacity),
-        tuple(fixed),
-        tuple(max(footprint.after_forward for footprint in found) for found in by_stage),
-        tuple(max(footprint.after_backward for footprint in found) for found in by_stage),
-        tuple(max(footprint.checkpoint for footprint in found) for found in by_stage) if recompute else None,
-    )
+
+    def largest(name: str) -> tuple[float, ...]:
+        return tuple(max(getattr(footprint, name) for footprint in found) for found in by_stage)
+
+    sizes = largest("after_forward"), largest("after_backward")
+    return Memory(tuple(capacity), tuple(fixed), *sizes, largest("checkpoint") if recompute else None)
 
 
 def _allowed(footprint: Footprint, sharing: int, limit: MemoryLimit) -> float:

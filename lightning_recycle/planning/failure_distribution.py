@@ -254,28 +254,17 @@ def normalized_problem(problem: Problem, failures: int) -> Problem:
         ConfigurationError: when ``failures`` is not an integer of at least 0.
         PlanningError: when a stage would have no live worker.
     """
+    whole("", "failures", failures)
     grid = problem.grid
 
     def at(distribution: tuple[int, ...]) -> Problem:
         return replace(problem, failed=normalized_failures(grid, distribution))
 
     judged = failures and 3 * grid.global_microbatches * grid.stages <= _JUDGED_OPERATIONS
-    distribution = normalize(
-        problem,
-        failures,
-        period=(lambda distribution: heuristic(at(distribution)).period) if judged else None,
-        most=most_in_a_stage(problem, failures),
-    )
-    return at(distribution)
-
-
-def most_in_a_stage(problem: Problem, failures: int) -> int | None:
-    """Most of ``failures`` workers that a stage may carry; None for any number.
-
-    Where plans are made by lanes, the stage with the most failures decides: then no more than an even share.
-    """
-    whole("", "failures", failures)
-    return -(-failures // problem.grid.stages) if worth_compacting(problem, COMPACT_FROM) else None
+    period = (lambda distribution: heuristic(at(distribution)).period) if judged else None
+    # Where plans are made by lanes, the stage with the most failures decides: none has more than an even share.
+    most = -(-failures // grid.stages) if worth_compacting(problem, COMPACT_FROM) else None
+    return at(normalize(problem, failures, period=period, most=most))
 
 
 def next_failures(problem: Problem) -> list[frozenset[Worker]]:

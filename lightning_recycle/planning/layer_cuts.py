@@ -285,11 +285,6 @@ def fastest_cut(stages: Stages) -> Cut | None:
     return best
 
 
-def is_layout(cuts: Bounds, stages: int) -> bool:
-    """Whether ``cuts`` gives each of ``stages`` stages at least one part of its own."""
-    return len(cuts) == stages + 1 and are_bounds(cuts)
-
-
 def has_ties(groups: Iterable[Iterable[int]], cuts: Bounds) -> bool:
     """Whether a group of parts that share a weight lies on several stages."""
     stages: dict[int, set[int]] = {}

@@ -27,7 +27,6 @@ from typing import Literal, TypeAlias
 
 from lightning_recycle.arguments import at_least, whole
 from lightning_recycle.errors import ConfigurationError, PlanningError
-from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.heuristic_planner import DEFAULT_EFFORT, heuristic, heuristic_with_variation
 from lightning_recycle.planning.layer_cuts import (
     Bounds,
@@ -220,7 +219,8 @@ def _shown(seconds: float) -> str:
 _TRIED = 4  # cuts that are planned, with layers that stages share and without
 _SHARED_SLACK = 0.005  # of the least bottleneck: with a slightly larger load, stages may share fewer layers
 _SHARING_GAIN = 0.1  # of the least gain of a layout, for which more layers are shared
-_ONE = 0.0  # room for one micro-batch alone, relative to 1F1B
+_SPARES = (0.0, 1.0, 1.5, 2.0)
+"""Room for micro-batches that a cut leaves, relative to 1F1B; the first: for one micro-batch alone."""
 
 
 def plan_layout(
@@ -255,7 +255,7 @@ def plan_layout(
         PlanningError: when there is no plan that moves nothing.
     """
     change = next_change, at_least("", "switch", switch), at_least("", "least_gain", least_gain)
-    search = _LayoutSearch(problem, layers, check_cuts(cuts, layers.layers), *change, judge, not whole)
+    search = _LayoutSearch(problem, layers, check_cuts(cuts, layers.layers), *change, judge, shares_layers=not whole)
     try:
         moved = search.moved(fixed)
     except PlanningError as error:
@@ -263,29 +263,26 @@ def plan_layout(
     return LayoutPlan(search.first, moved, next_change)
 
 
+@dataclass
 class _LayoutSearch:
     """The candidates of one call."""
 
-    def __init__(
-        self,
-        problem: Problem,
-        layers: LayerCosts,
-        cuts: Bounds,
-        next_change: float,
-        switch: float,
-        least_gain: float,
-        judge: Judge,
-        shares_layers: bool,
-    ) -> None:
-        self.problem, self.layers, self.cuts, self.shares_layers = problem, layers, cuts, shares_layers
-        self.next_change, self.switch, self.least_gain, self.judge = next_change, switch, least_gain, judge
-        self.grid, self.live = problem.grid, problem.live_counts()
-        self.split_backward = problem.technique.split_backward
-        if len(cuts) != self.grid.stages + 1:
-            raise ConfigurationError(f"cuts={cuts!r}: the grid {self.grid} has {self.grid.stages} stages.")
-        stays = self.at(cuts)
-        step = self.judged(cuts, stays)
-        self.first = Candidate("reroute", cuts, stays, step.period, judgement=step)
+    problem: Problem
+    layers: LayerCosts
+    cuts: Bounds
+    next_change: float
+    switch: float
+    least_gain: float
+    judge: Judge
+    shares_layers: bool
+
+    def __post_init__(self) -> None:
+        self.grid, self.split_backward = self.problem.grid, self.problem.technique.split_backward
+        if len(self.cuts) != self.grid.stages + 1:
+            raise ConfigurationError(f"cuts={self.cuts!r}: the grid {self.grid} has {self.grid.stages} stages.")
+        stays = self.at(self.cuts)
+        step = self.judged(self.cuts, stays)
+        self.first = Candidate("reroute", self.cuts, stays, step.period, judgement=step)
         """Nothing moves."""
 
     # -- candidates -----------------------------------------------------------------------------------------------
@@ -298,7 +295,7 @@ class _LayoutSearch:
             return self.refused(f"{self.layers.layers} layers on as many stages: there is one cut only")
         rivals = {
             cuts: None
-            for spare in (_spares(self.grid) if self.layers.memory_limit is not None else (_ONE,))
+            for spare in (_SPARES if self.layers.memory_limit is not None and self.grid.stages > 1 else _SPARES[:1])
             for cuts in self.fast_cuts(spare)
             if cuts != self.cuts
         }
@@ -435,8 +432,3 @@ def _is_better(one: Candidate, other: Candidate, sharing_gain: float) -> bool:
         least = sharing_gain * (1 if shared[0] > shared[1] else -1)
         return one.period < other.period * (1 - least)
     return (one.saved, -one.bytes) > (other.saved, -other.bytes)
-
-
-def _spares(grid: Grid) -> tuple[float, ...]:
-    """Room for micro-batches that a cut leaves, relative to 1F1B, the least first."""
-    return (_ONE, 1.0, 1.5, 2.0) if grid.stages > 1 else (_ONE,)

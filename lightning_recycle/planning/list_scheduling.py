@@ -255,12 +255,8 @@ class _Arrivals:
     """Results under way to each worker, for which it may stay idle."""
 
     def __init__(self, codes: Codes, rule: Rule, tolerance: float) -> None:
-        self.codes, self.edge_priority, self.patience, self.tolerance = (
-            codes,
-            rule.edge_priority,
-            rule.patience,
-            tolerance,
-        )
+        self.codes, self.tolerance = codes, tolerance
+        self.edge_priority, self.patience = rule.edge_priority, rule.patience
         workers = range(codes.problem.grid.num_workers)
         self.forwards: list[list[float]] = [[] for _ in workers]
         self.backwards: list[list[float]] = [[] for _ in workers]

@@ -306,7 +306,7 @@ class PlanLibrary:
         except _DAMAGE as error:
             if path not in self._reported:
                 self._reported.add(path)
-                reason = _one_line(error)
+                reason = " ".join(str(error).split()) or type(error).__name__
                 log.warning("The plan in %s is not used and will be computed again: %s", path, reason)
             return None
 
@@ -336,10 +336,6 @@ def _described(planner: Planner) -> str:
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, allow_nan=False).encode()).hexdigest()[:32]
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _plan_in_child(problem: Problem, planner: Planner) -> PlanResult:

@@ -108,7 +108,7 @@ def plan_checks(schedule: Schedule, share: float) -> dict[int, StageChecks]:
     by_stage: dict[int, StageChecks] = {}
     for stage, workers in stages.items():
         programs = {worker: schedule.workers[worker] for worker in workers}
-        completed = [_completed(operations) for operations in programs.values()]
+        completed = [[one.end for one in row if one.op.kind in _COMPLETING] for row in programs.values()]
         if len(workers) < 2 or [] in completed:  # a worker without micro-batches has nothing to be checked on
             continue
         count = max(map(len, completed))
@@ -154,10 +154,6 @@ def peers_to_connect(schedule: Schedule, worker: Worker) -> frozenset[Worker]:
     index, most = peers.index(worker), min(len(peers) - 1, _FARTHEST)
     near = (peers[(index + sign * distance) % len(peers)] for distance in range(1, most + 1) for sign in (1, -1))
     return frozenset(near) - {worker}
-
-
-def _completed(operations: Sequence[ScheduledOp]) -> list[float]:
-    return [one.end for one in operations if one.op.kind in _COMPLETING]
 
 
 def _duration(operations: Sequence[ScheduledOp]) -> float:

@@ -36,11 +36,11 @@ from lightning_recycle.model.layers import has_recipes
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.layer_cuts import (
+    are_bounds,
     are_whole,
     bounds_of,
     has_ties,
     held_ranges,
-    is_layout,
     rounded,
     shared_layers,
 )
@@ -454,7 +454,7 @@ class StageLayers:
     def layout_of(self, sizes: Sequence[float]) -> Cuts:
         """Layout with ``sizes`` layers by stage; ConfigurationError if impossible."""
         cuts = (0, *(rounded(bound) for bound in accumulate(sizes)))
-        if not is_layout(cuts, len(self.cuts) - 1) or cuts[-1] != self.cuts[-1]:
+        if len(cuts) != len(self.cuts) or not are_bounds(cuts) or cuts[-1] != self.cuts[-1]:
             raise ConfigurationError(
                 f"{list(sizes)} is not a layout of {self.cuts[-1]} layers over {len(self.cuts) - 1} stages: give each"
                 " stage one number of at least 1; together they are all layers. Where numbers are not whole, as in"
