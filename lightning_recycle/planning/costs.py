@@ -77,7 +77,8 @@ class Costs:
     ) -> Costs:
         """The same costs for each of ``stages`` stages."""
         of_a_stage = forward, backward_input, backward_weight, reduce, optimizer
-        return cls(*((seconds,) * stages for seconds in of_a_stage), communication)
+        by_stage = {name: (seconds,) * stages for name, seconds in zip(_PER_STAGE, of_a_stage, strict=True)}
+        return cls(**by_stage, communication=communication)
 
     @property
     def stages(self) -> int:
@@ -294,8 +295,8 @@ class Profile:
         """The planner's costs, in seconds, with the largest message of any stage."""
         message = max((stage.output_bytes for stage in self.stages[:-1]), default=0)
         transfer = message / self.bandwidth if self.bandwidth else 0.0
-        by_stage = (tuple(getattr(stage, name) for stage in self.stages) for name in _PER_STAGE)
-        return Costs(*by_stage, communication=self.latency + transfer if len(self.stages) > 1 else 0.0)
+        by_stage = {name: tuple(getattr(stage, name) for stage in self.stages) for name in _PER_STAGE}
+        return Costs(**by_stage, communication=self.latency + transfer if len(self.stages) > 1 else 0.0)
 
     def memory(self, activation_memory: float) -> Memory:
         """The memory of a plan with ``activation_memory`` bytes for micro-batches."""

@@ -150,20 +150,22 @@ class Auto(Policy):
         full = model.pipelines * model.stages
         free = len(workers) - len(alive)
         cuts = _fault_free_cuts(model) if deployment is None else deployment.cuts
-        counts: tuple[int, ...] | None = None
+        counts = even = _fill_stages((0,) * model.stages, len(workers), model.pipelines)
         if deployment is not None:
             left = Counter(alive.values())
             held = [(part.start, part.stop) for part in held_ranges(cuts)]
-            counts = _fill_stages(tuple(left[layers] for layers in held), free, model.pipelines)
-        if counts is None or min(counts) < 1:
-            counts = _fill_stages((0,) * model.stages, len(workers), model.pipelines)
+            filled = _fill_stages(tuple(left[layers] for layers in held), free, model.pipelines)
+            counts = even if min(filled) < 1 else filled
         if min(counts) < 1:
             return
-        for found in _moved_deployments(model, self.technique, self.effort, len(workers)):
+        planner, usual_cuts = (model, self.technique, self.effort), _fault_free_cuts(model)
+        # Costs of a change hardly depend on the current cuts, so layouts are those from the fault-free ones.
+        for found in _planned_deployments(*planner, usual_cuts, even, unmovable(model)):
             moved = ("layers", "reroute") if found.counts == counts else ("both", "workers")
-            stays = found.cuts == cuts or (found.cuts == _fault_free_cuts(model) and len(workers) == full)
+            stays = found.cuts == cuts or (found.cuts == usual_cuts and len(workers) == full)
             yield replace(found, choice=moved[stays])
-        yield from _rerouted_deployments(model, self.technique, self.effort, cuts, counts)
+        # Re-routing alone: where layers move, workers that move alone bring nothing.
+        yield from _planned_deployments(*planner, cuts, counts, "layers stay")
 
     def _restart_configuration(self, context: Context, state: _PolicyState, workers: Sequence[int]) -> Configuration:
         """The deployment with the shortest step, everything loaded."""
@@ -213,33 +215,14 @@ def _problem(model: TrainingModel, technique: Technique, cuts: Bounds, counts: t
     return Problem(model.grid, layer_costs(model).costs(cuts, split_backward=technique.split_backward), lost, technique)
 
 
-@lru_cache(maxsize=16384)
-def _rerouted_deployments(
-    model: TrainingModel, technique: Technique, effort: int, cuts: Bounds, counts: tuple[int, ...]
-) -> tuple[_Deployment, ...]:
-    """Re-routing alone: where layers move, workers that move alone bring nothing."""
-    return _planned_deployments(model, technique, effort, cuts, counts, "layers stay")
-
-
-@lru_cache(maxsize=4096)
-def _moved_deployments(model: TrainingModel, technique: Technique, effort: int, live: int) -> tuple[_Deployment, ...]:
-    """The layouts for so many workers, the fault-free cuts among them.
-
-    Costs of a change hardly depend on the current cuts.
-    """
-    counts = _fill_stages((0,) * model.stages, live, model.pipelines)
-    return _planned_deployments(model, technique, effort, _fault_free_cuts(model), counts, unmovable(model))
-
-
+@lru_cache(maxsize=20480)
 def _planned_deployments(
-    model: TrainingModel,
-    technique: Technique,
-    effort: int,
-    cuts: Bounds,
-    counts: tuple[int, ...],
-    fixed: str,
+    model: TrainingModel, technique: Technique, effort: int, cuts: Bounds, counts: tuple[int, ...], fixed: str
 ) -> tuple[_Deployment, ...]:
-    """Deployments that the planner of a run finds, whether or not they pay."""
+    """Deployments that the planner of a run finds, whether or not they pay.
+
+    ``fixed``: why layers cannot move; empty if they can.
+    """
     costs = layer_costs(model)
     try:
         plan = plan_layout(

@@ -13,9 +13,9 @@ from __future__ import annotations
 import heapq
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import count, takewhile
+from itertools import accumulate, count, takewhile
 from random import Random
 from typing import Protocol, runtime_checkable
 
@@ -192,18 +192,22 @@ class Scripted:
 
 
 def _one_by_one(
-    times: Iterable[float], random: Random, cluster: Cluster, duration: float, repair: float | None, most: int
+    times: Iterable[float], random: Random, cluster: Cluster, duration: float, repair: float, most: int
 ) -> tuple[Change, ...]:
     """At each of ``times`` a live node fails, while fewer than ``most`` are down."""
     back: dict[int, float] = {}  # down nodes, with the time of their return
     outages: list[Outage] = []
-    for time in times:
+    for time in takewhile(lambda time: time < duration, times):
         live = [node for node in range(cluster.nodes) if back.get(node, 0.0) <= time]
         if cluster.nodes - len(live) < most:
-            node, end = random.choice(live), None if repair is None else time + repair
-            back[node] = float("inf") if end is None else end
-            outages.append(Outage(time, (node,), end))
+            node = random.choice(live)
+            back[node] = time + repair
+            outages.append(Outage(time, (node,), back[node]))
     return changes_of(outages, duration)
+
+
+def _seconds_to_return(repair: Duration | None) -> float:
+    return math.inf if repair is None else float(repair)
 
 
 @dataclass(frozen=True)
@@ -226,15 +230,8 @@ class Poisson:
 
     def changes(self, cluster: Cluster, duration: float, seed: int) -> tuple[Change, ...]:
         random = Random(seed)
-
-        def times() -> Iterator[float]:
-            time = random.expovariate(1.0 / float(self.mtbf))
-            while time < duration:
-                yield time
-                time += random.expovariate(1.0 / float(self.mtbf))
-
-        repair = None if self.repair is None else float(self.repair)
-        return _one_by_one(times(), random, cluster, duration, repair, cluster.nodes)
+        times = accumulate(random.expovariate(1.0 / float(self.mtbf)) for _ in count())
+        return _one_by_one(times, random, cluster, duration, _seconds_to_return(self.repair), cluster.nodes)
 
 
 LLAMA3_PER_GPU_DAY = 419 / (54 * 16384)
@@ -268,17 +265,15 @@ class FailureRate:
 
     def changes(self, cluster: Cluster, duration: float, seed: int) -> tuple[Change, ...]:
         per_second = float(self.rate) * cluster.gpus_per_node / 86400
-        repair = None if self.repair is None else float(self.repair)
-        random = Random(seed)
+        repair, random = _seconds_to_return(self.repair), Random(seed)
         queue = [(random.expovariate(per_second), node) for node in range(cluster.nodes)]  # next failures
         heapq.heapify(queue)
         outages: list[Outage] = []
         while queue and queue[0][0] < duration:
             time, node = heapq.heappop(queue)
-            back = None if repair is None else time + repair
-            outages.append(Outage(time, (node,), back))
-            if back is not None:
-                heapq.heappush(queue, (back + random.expovariate(per_second), node))
+            outages.append(Outage(time, (node,), time + repair))
+            if repair < math.inf:
+                heapq.heappush(queue, (time + repair + random.expovariate(per_second), node))
         return changes_of(outages, duration)
 
 
@@ -299,8 +294,8 @@ class Regular:
         keep_seconds(self, "interval", positive=True)
 
     def changes(self, cluster: Cluster, duration: float, seed: int) -> tuple[Change, ...]:
-        times = takewhile(lambda time: time < duration, map(float(self.interval).__mul__, count(1)))
-        return _one_by_one(times, Random(seed), cluster, duration, None, cluster.nodes // 2)
+        times = map(float(self.interval).__mul__, count(1))
+        return _one_by_one(times, Random(seed), cluster, duration, math.inf, cluster.nodes // 2)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
+from typing import Any
 
 from lightning_recycle.arguments import at_least, whole
 from lightning_recycle.errors import ConfigurationError, counted, unknown
@@ -354,42 +355,27 @@ class MeasuredModel(TrainingModel):
         return self.stage_costs
 
 
-def _small(name: str, layers: int, width: int, heads: int, pipelines: int, stages: int, throughput: float) -> None:
-    shape = Transformer(layers, width, heads)
-    _SETTINGS[name] = {
-        "transformer": shape,
-        "pipelines": pipelines,
-        "stages": stages,
-        "global_batch": 128,
-        "throughput": throughput,
-    }
+def _settings(shape: Transformer, pipelines: int, stages: int, batch: int, **more: Any) -> dict[str, Any]:
+    return {"transformer": shape, "pipelines": pipelines, "stages": stages, "global_batch": batch, **more}
 
 
-def _megatron(
-    name: str, layers: int, width: int, heads: int, pipelines: int, stages: int, batch: int, teraflops: float
-) -> None:
-    shape = Transformer(layers, width, heads)
+def _megatron(shape: Transformer, pipelines: int, stages: int, batch: int, teraflops: float) -> dict[str, Any]:
     # Megatron counts the recomputed forward: 96 B s l h^2 (1 + s / 6h + V / 16 l h).
-    per_sample = sum(shape.flops(recompute=True))
-    _SETTINGS[name] = {
-        "transformer": shape,
-        "pipelines": pipelines,
-        "stages": stages,
-        "global_batch": batch,
-        "throughput": pipelines * stages * teraflops * 1e12 / per_sample,
-        "recompute": True,
-        "network_bandwidth": 25e9,  # one 200 Gb/s adapter per GPU
-    }
+    throughput = pipelines * stages * teraflops * 1e12 / sum(shape.flops(recompute=True))
+    bandwidth = 25e9  # one 200 Gb/s adapter per GPU
+    known = {"throughput": throughput, "recompute": True, "network_bandwidth": bandwidth}
+    return _settings(shape, pipelines, stages, batch, **known)
 
 
-_SETTINGS: dict[str, dict] = {}
-_small("gpt3_medium", 24, 1024, 16, 16, 2, 27.58)
-_small("gpt3_3_35b", 28, 3072, 32, 8, 4, 14.87)
-_small("gpt3_6_7b", 32, 4096, 32, 4, 8, 5.33)
-_megatron("megatron_18_4b", 40, 6144, 48, 16, 16, 1024, 135)
-_megatron("megatron_39_1b", 48, 8192, 64, 16, 32, 1536, 138)
-_megatron("megatron_76_1b", 60, 10240, 80, 16, 64, 1792, 140)
-_megatron("megatron_145_6b", 80, 12288, 96, 24, 64, 2304, 148)
+_SETTINGS = {
+    "gpt3_medium": _settings(Transformer(24, 1024, 16), 16, 2, 128, throughput=27.58),
+    "gpt3_3_35b": _settings(Transformer(28, 3072, 32), 8, 4, 128, throughput=14.87),
+    "gpt3_6_7b": _settings(Transformer(32, 4096, 32), 4, 8, 128, throughput=5.33),
+    "megatron_18_4b": _megatron(Transformer(40, 6144, 48), 16, 16, 1024, 135),
+    "megatron_39_1b": _megatron(Transformer(48, 8192, 64), 16, 32, 1536, 138),
+    "megatron_76_1b": _megatron(Transformer(60, 10240, 80), 16, 64, 1792, 140),
+    "megatron_145_6b": _megatron(Transformer(80, 12288, 96), 24, 64, 2304, 148),
+}
 
 
 def available_models() -> tuple[str, ...]:
