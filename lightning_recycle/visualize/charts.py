@@ -51,6 +51,10 @@ _LOOKS = {
 _MARGIN, _LABELS, _ROW, _GAP, _PIPELINE_GAP = 16.0, 128.0, 22.0, 2.0, 9.0
 _LEFT = _MARGIN + _LABELS
 _TITLE, _AXIS, _PANEL_GAP = 34.0, 24.0, 18.0
+_BOLD: dict[str, Any] = {"font_weight": "bold"}
+_END_ANCHOR: dict[str, Any] = {"text_anchor": "end"}
+_MIDDLE_ANCHOR: dict[str, Any] = {"text_anchor": "middle"}
+_DASHED: dict[str, Any] = {"stroke_dasharray": "5 4"}
 _MARK = 4.0  # width of an operation that takes no time
 
 
@@ -136,50 +140,31 @@ def _group(name: str, elements: Iterable[str]) -> str:
     return f"<g data-name={quoteattr(name)}>\n" + "".join(elements) + "</g>\n"
 
 
+def _element(tag: str, content: str, **attributes: str | float) -> str:
+    """An SVG element; in the names of attributes, underscores stand for dashes."""
+    texts = {name: value if isinstance(value, str) else str(round(value, 2)) for name, value in attributes.items()}
+    shown = "".join(f' {name.replace("_", "-")}="{text}"' for name, text in texts.items())
+    return f"<{tag}{shown}>{content}</{tag}>\n"
+
+
 def _rect(
-    x: float,
-    y: float,
-    width: float,
-    height: float,
-    fill: str,
-    *,
-    stroke: str = "",
-    stroke_width: float = 1.0,
-    hatch: str = "",
-    opacity: float = 1.0,
-    tip: str = "",
+    x: float, y: float, width: float, height: float, fill: str, *, hatch: str = "", tip: str = "", **look: Any
 ) -> str:
     """A filled rectangle; ``hatch`` is the colour of diagonal lines on it."""
-    box = f'x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}"'
-    look = f' opacity="{opacity:g}"' if opacity < 1 else ""
-    frame = f' stroke="{stroke}" stroke-width="{stroke_width:g}"' if stroke else ""
-    title = f"<title>{escape(tip)}</title>" if tip else ""
-    if not hatch:
-        return f'<rect {box} fill="{fill}"{look}{frame}>{title}</rect>\n'
-    lines = f'<rect {box} fill="url(#hatch-{hatch[1:]})"{look}{frame}>{title}</rect>\n'
-    return f'<rect {box} fill="{fill}"{look}>{title}</rect>\n{lines}'
+    content = f"<title>{escape(tip)}</title>" if tip else ""
+    fills = [fill, f"url(#hatch-{hatch[1:]})"] if hatch else [fill]
+    box = {"x": x, "y": y, "width": width, "height": height}
+    return "".join(_element("rect", content, **box, fill=each, **look) for each in fills)
 
 
-def _line(x1: float, y1: float, x2: float, y2: float, stroke: str, width: float, *, dashed: bool = False) -> str:
-    dash = ' stroke-dasharray="5 4"' if dashed else ""
-    return f'<path d="M{x1:.2f} {y1:.2f}L{x2:.2f} {y2:.2f}" stroke="{stroke}" stroke-width="{width:g}"{dash}/>\n'
+def _line(x1: float, y1: float, x2: float, y2: float, stroke: str, width: float, **look: Any) -> str:
+    return _element("path", "", d=f"M{x1:.2f} {y1:.2f}L{x2:.2f} {y2:.2f}", stroke=stroke, stroke_width=width, **look)
 
 
-def _text(
-    x: float,
-    y: float,
-    text: str,
-    *,
-    size: float = 11.0,
-    fill: str = _INK,
-    anchor: str = "start",
-    bold: bool = False,
-) -> str:
+def _text(x: float, y: float, text: str, *, size: float = 11.0, fill: str = _INK, **look: Any) -> str:
     """One line of text with its vertical middle at ``y``."""
-    weight = ' font-weight="bold"' if bold else ""
     # 0.35 em below the middle is the baseline; "dominant-baseline" is not supported everywhere.
-    place = f'x="{x:.2f}" y="{y + 0.35 * size:.2f}" text-anchor="{anchor}"'
-    return f'<text {place} font-size="{size:g}" fill="{fill}"{weight}>{escape(text)}</text>\n'
+    return _element("text", escape(text), x=x, y=y + 0.35 * size, font_size=size, fill=fill, **look)
 
 
 # -- layout ------------------------------------------------------------------------------------------------------------
@@ -213,8 +198,8 @@ class _Chart(NamedTuple):
         numbers = f"makespan {schedule.makespan:.4g}, period {schedule.period:.4g} {self.unit}"
         middle = top + _TITLE / 2
         heading = [
-            _text(_MARGIN, middle, name, size=15.0, bold=True),
-            _text(self.width - _MARGIN, middle, numbers, size=12.0, fill=_MUTED, anchor="end"),
+            _text(_MARGIN, middle, name, size=15.0, **_BOLD),
+            _text(self.width - _MARGIN, middle, numbers, size=12.0, fill=_MUTED, **_END_ANCHOR),
         ]
         rows: list[str] = []
         y = first_row = top + _TITLE
@@ -230,49 +215,48 @@ class _Chart(NamedTuple):
         bottom = y - _PIPELINE_GAP
         # A little longer than the boxes, so that ends of iterations can be compared between panels.
         x = _LEFT + schedule.makespan * self.scale
-        makespan = _line(x, first_row - 5, x, bottom + 5, _END, 1.5, dashed=True)
-        axis = [_text(_LEFT - 8, bottom + 13, self.unit, size=10.0, fill=_MUTED, anchor="end")]
+        makespan = _line(x, first_row - 5, x, bottom + 5, _END, 1.5, **_DASHED)
+        axis = [_text(_LEFT - 8, bottom + 13, self.unit, size=10.0, fill=_MUTED, **_END_ANCHOR)]
         step = _tick(self.end)
         for k in range(math.floor(self.end / step + 1e-9) + 1):
             x = _LEFT + k * step * self.scale
             axis.append(_line(x, first_row - 3, x, bottom + 4, _FAINT, 0.8))
-            axis.append(_text(x, bottom + 13, f"{k * step:g}", size=10.0, fill=_MUTED, anchor="middle"))
+            axis.append(_text(x, bottom + 13, f"{k * step:g}", size=10.0, fill=_MUTED, **_MIDDLE_ANCHOR))
         groups = [_group("title", heading), _group("axis", axis), *rows, _group("makespan", [makespan])]
         return groups, bottom + _AXIS
 
     def _row(self, schedule: Schedule, worker: Worker, y: float) -> Iterator[str]:
         dead = worker in schedule.failed
         fill = "#999999" if dead else _INK
-        yield _text(_LEFT - 8, y + _ROW / 2, f"stage {worker.stage}", anchor="end", fill=fill)
+        yield _text(_LEFT - 8, y + _ROW / 2, f"stage {worker.stage}", fill=fill, **_END_ANCHOR)
         if dead:
             yield _rect(_LEFT, y, self.end * self.scale, _ROW, "#f3f3f3", stroke=_DEAD, hatch=_DEAD_HATCH)
-            yield _text(_LEFT + 10, y + _ROW / 2, "failed", fill="#8a1f11", bold=True)
+            yield _text(_LEFT + 10, y + _ROW / 2, "failed", fill="#8a1f11", **_BOLD)
         for iteration in range(self.iterations):
-            opacity = 1.0 if iteration == 0 else 0.45
+            pale: dict[str, Any] = {"opacity": 0.45} if iteration else {}
             for scheduled in schedule.workers.get(worker, ()):
                 x = _LEFT + (scheduled.start + iteration * schedule.period) * self.scale
-                yield from self._box(worker, scheduled, x, y, opacity)
+                yield from self._box(worker, scheduled, x, y, pale)
 
-    def _box(self, worker: Worker, scheduled: ScheduledOp, x: float, y: float, opacity: float) -> Iterator[str]:
+    def _box(
+        self, worker: Worker, scheduled: ScheduledOp, x: float, y: float, pale: Mapping[str, Any]
+    ) -> Iterator[str]:
         op, microbatch, look = scheduled.op, scheduled.op.microbatch, _LOOKS[scheduled.op.kind]
         tip = f"{op}: {scheduled.start:g} to {scheduled.end:g} {self.unit}"
         width = scheduled.duration * self.scale
         if width < _MARK and microbatch is None:
             # REDUCE and STEP without duration: REDUCE before, STEP after the moment they happen.
             offset = -_MARK if op.kind is OpKind.REDUCE else 0.0
-            yield _rect(x + offset, y, _MARK, _ROW, look.color, opacity=opacity, tip=tip)
+            yield _rect(x + offset, y, _MARK, _ROW, look.color, tip=tip, **pale)
             return
         adopted = microbatch is not None and microbatch.pipeline != worker.pipeline
         if adopted:
             inset, height = max(width - 1.8, 0.5), _ROW - 1.8
-            yield _rect(
-                x + 0.9, y + 0.9, inset, height, look.color, stroke=_ADOPTED, stroke_width=1.8, opacity=opacity, tip=tip
-            )
+            yield _rect(x + 0.9, y + 0.9, inset, height, look.color, tip=tip, stroke=_ADOPTED, stroke_width=1.8, **pale)
             # The hatch stays in a band at the bottom, where it does not make the number unreadable.
-            band = max(width - 4, 0.5)
-            yield _rect(x + 2, y + _ROW - 6, band, 4.0, _ADOPTED_HATCH, hatch=_ADOPTED, opacity=opacity)
+            yield _rect(x + 2, y + _ROW - 6, max(width - 4, 0.5), 4.0, _ADOPTED_HATCH, hatch=_ADOPTED, **pale)
         else:
-            yield _rect(x, y, width, _ROW, look.color, stroke="#ffffff", stroke_width=0.8, opacity=opacity, tip=tip)
+            yield _rect(x, y, width, _ROW, look.color, tip=tip, stroke="#ffffff", stroke_width=0.8, **pale)
         if microbatch is None:
             label = op.kind.value
         else:
@@ -280,7 +264,8 @@ class _Chart(NamedTuple):
         size = next((size for size in (10.5, 8.0) if len(label) * 0.65 * size <= width), None)
         if size is not None:
             middle = y + _ROW / 2 - (2.0 if adopted else 0.0)
-            yield _text(x + width / 2, middle, label, size=size, fill=look.ink, anchor="middle", bold=adopted)
+            weight = _BOLD if adopted else {}
+            yield _text(x + width / 2, middle, label, size=size, fill=look.ink, **_MIDDLE_ANCHOR, **weight)
 
     def legend(self, panels: Sequence[Schedule], y: float) -> tuple[str, float]:
         """The legend from ``y`` down, in as many lines as it needs, and its lower end."""
@@ -291,7 +276,7 @@ class _Chart(NamedTuple):
             entries.append(
                 ("adopted (pipeline.micro-batch)", frame + _rect(2, 8, 10, 4, _ADOPTED_HATCH, hatch=_ADOPTED))
             )
-        entries.append(("end of the iteration", _line(7, -1, 7, 15, _END, 1.5, dashed=True)))
+        entries.append(("end of the iteration", _line(7, -1, 7, 15, _END, 1.5, **_DASHED)))
         elements, x = [], _LEFT
         for text, symbol in entries:
             extent = 40 + 5.5 * len(text)
