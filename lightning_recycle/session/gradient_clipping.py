@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -30,46 +29,35 @@ from torch.optim import Optimizer
 
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.model.parts import ModelParts
+from lightning_recycle.runtime.commit_reports import CommitRules
 from lightning_recycle.session.lightning_internals import replace_grad_norm, stage_grad_norm
 from lightning_recycle.session.optimizer_states import OptimizerState
 from lightning_recycle.tensor_memory import local_part, sharded_like
 from lightning_recycle.torch_internals import after_unscaling, foreach_mul, has_step_hooks, replace_total_norm
 
 
-@dataclass(frozen=True)
-class CommitRequirements:
-    """Facts about the gradients of all stages that each step needs.
+def commit_rules(
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    stages: int,
+    staggered: bool = True,
+    presumes: Callable[[float], bool] = bool,
+) -> CommitRules:
+    """The rules for the steps of ``module``, cut into ``stages``, under ``trainer``.
 
-    ``overflow``: whether a gradient has an infinity or a NaN. ``may_come_afterwards``: whether the facts may come after
-    the step, which is corrected if need be.
+    ``presumes`` is one of them if facts about the gradients of all stages may come after the step.
     """
-
-    norm: bool
-    overflow: bool
-    may_come_afterwards: bool
-
-    @property
-    def is_joint(self) -> bool:
-        """Whether the stages must commit a step together."""
-        return (self.norm or self.overflow) and not self.may_come_afterwards
-
-
-def commit_requirements(trainer: pl.Trainer, module: pl.LightningModule, stages: int) -> CommitRequirements:
-    """The needs of the steps of ``module``, cut into ``stages``, under ``trainer``."""
     clips = trainer.gradient_clip_val is not None and trainer.gradient_clip_algorithm != "value"
-    overflow = scaler_of(trainer) is not None
-    return CommitRequirements(
-        norm=clips or is_overridden("configure_gradient_clipping", module),
-        overflow=overflow,
-        may_come_afterwards=not overflow and stages > 1 and may_speculate(trainer, module),
-    )
+    norm, overflow = clips or is_overridden("configure_gradient_clipping", module), scaler_of(trainer) is not None
+    may_come_afterwards = not overflow and stages > 1 and may_speculate(trainer, module)
+    return CommitRules(norm, overflow, staggered, presumes if may_come_afterwards else None)
 
 
 def steps_alone(trainer: pl.Trainer, parts: ModelParts, stages: Sequence[range]) -> bool:
     """Whether a stage can step before the others hold their gradients."""
-    return not (
-        commit_requirements(trainer, parts.module, len(stages)).is_joint or parts.optimizes_itself or parts.ties(stages)
-    )
+    rules = commit_rules(trainer, parts.module, len(stages))
+    is_joint = (rules.norm or rules.overflow) and rules.presumes is None
+    return not (is_joint or parts.optimizes_itself or parts.ties(stages))
 
 
 # ---------------------------------------------------------------------- speculative clipping

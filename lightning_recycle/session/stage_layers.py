@@ -45,7 +45,7 @@ from lightning_recycle.planning.layer_cuts import (
     shared_layers,
 )
 from lightning_recycle.randomness import derive_seed, seeded_everything
-from lightning_recycle.runtime.commit_reports import CommitRules, ExecutorCallbacks
+from lightning_recycle.runtime.commit_reports import ExecutorCallbacks
 from lightning_recycle.runtime.communicator import Communicator
 from lightning_recycle.runtime.executor import Executor
 from lightning_recycle.runtime.gradients import GradientBuffers
@@ -63,7 +63,7 @@ from lightning_recycle.session.configuration import (
     check_trained,
     several_optimizers_refused,
 )
-from lightning_recycle.session.gradient_clipping import commit_requirements, may_change_gradients, scaler_of
+from lightning_recycle.session.gradient_clipping import commit_rules, may_change_gradients, scaler_of
 from lightning_recycle.session.manual_steps import ManualSteps, ManualStepState
 from lightning_recycle.session.optimizer_states import (
     check_parameters,
@@ -203,21 +203,15 @@ class StageBuilder:
         from step to step.
         """
         context, options = self._context, self._context.options
-        needs = commit_requirements(context.trainer, self._parts.module, context.grid.stages)
-        bundle = self._first_bundle(ties)
-        common = self._runner_inputs(bundle, callbacks)
-        rules = CommitRules(
-            norm=needs.norm,
-            overflow=needs.overflow,
-            staggered=context.run.staggered,
-            presumes=presumes if needs.may_come_afterwards else None,
-        )
+        module, stages = self._parts.module, context.grid.stages
+        rules = commit_rules(context.trainer, module, stages, context.run.staggered, presumes)
+        common = self._runner_inputs(self._first_bundle(ties), callbacks)
         measurements = StepMeasurements(
             context.client,
             context.device,
             profiles=context.run.profiles,
             held=held_tensors,
-            tries_splitting=context.fitting and options.planning.tries_splitting(context.grid.stages),
+            tries_splitting=context.fitting and options.planning.tries_splitting(stages),
         )
         runner = StepRunner(
             *common,
