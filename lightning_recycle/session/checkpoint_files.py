@@ -367,72 +367,63 @@ def save_sharded(
     temporary path. Returns why there is no checkpoint, as far as this worker knows; the leader does. Raises the
     exception of ``group`` where a worker is lost.
     """
+    with _temporary_folder(path, group) as folder:
+        gather = group.gather_all
+        writer = FileSystemWriter(folder, sync_files=True)
+        writer.fs = _PacedFileSystem(pace or Pace())
+        writer.set_up_storage_writer(is_coordinator=True)
+        planner = DefaultSavePlanner()
+
+        def plan() -> Any:
+            # Each stage has its own keys, so each writer is the coordinator of the entries that are no tensors. Of what
+            # the members of a position have in common one copy is written.
+            planner.set_up_planner(shard, writer.storage_meta(), is_coordinator=True)
+            return writer.prepare_local_plan(planner.create_local_plan())
+
+        plans = gather("checkpoint plan", attempt(plan, path, shard))
+        if (failure := _failure_in(plans)) is not None:
+            return failure
+        ranks = sorted(plans)
+        rank_plans, metadata = DefaultSavePlanner().create_global_plan([plans[rank] for rank in ranks])
+        rank_plans = writer.prepare_global_plan(rank_plans)
+
+        def write() -> tuple[Any, dict[str, Checksum]]:
+            plan = planner.finish_plan(rank_plans[ranks.index(group.rank)])
+            results = writer.write_data(plan, planner).wait()
+            names = {result.storage_data.relative_path for result in results}
+            return results, {name: checksum(folder / name) for name in names}
+
+        written = gather("checkpoint data", attempt(write, path, shard))
+        if (failure := _failure_in(written)) is not None:
+            return failure
+
+        def finish() -> None:
+            outcomes = [written[rank] for rank in ranks]
+            writer.finish(metadata, _with_other_names(metadata, [results for results, _ in outcomes]))
+            with replacing(folder / METADATA_FILENAME) as file:
+                save_with_checksums(common, file)
+            checksums = {name: value for _, sums in outcomes for name, value in sums.items()}
+            checksums |= {name: checksum(folder / name) for name in (_TORCH_METADATA, METADATA_FILENAME)}
+            write_manifest(folder, checksums)
+            sync_folder(folder)
+            before_naming(folder)
+            put_in_place(folder, path)
+
+        return attempt(finish, path, common) if group.is_leader else None
+
+
+@contextlib.contextmanager
+def _temporary_folder(path: Path, group: StageGroup) -> Iterator[Path]:
+    """A folder beside ``path``, the same for all of ``group``, that is deleted unless it gets another name."""
     if group.is_leader:
         remove_leftovers(path.parent)
     proposals = group.gather_all("checkpoint folder", temporary_path(path).name if group.is_leader else None)
     folder = path.with_name(next(name for name in proposals.values() if name is not None))
-    is_named = False
     try:
-        failure = _write_folder(path, folder, shard, common, group, before_naming, pace or Pace())
-        is_named = failure is None
-        return failure
+        yield folder
     finally:
-        if group.is_leader and not is_named:
+        if group.is_leader:
             discard(folder)
-
-
-def _write_folder(
-    path: Path,
-    folder: Path,
-    shard: dict[str, Any],
-    common: dict[str, Any],
-    group: StageGroup,
-    before_naming: Callable[[Path], None],
-    pace: Pace,
-) -> SaveFailure | None:
-    """Writes ``folder`` and names it ``path``; as :func:`save_sharded`."""
-    gather = group.gather_all
-    writer = FileSystemWriter(folder, sync_files=True)
-    writer.fs = _PacedFileSystem(pace)
-    writer.set_up_storage_writer(is_coordinator=True)
-    planner = DefaultSavePlanner()
-
-    def plan() -> Any:
-        # Each stage has its own keys, so each writer is the coordinator of the entries that are no tensors. Of what
-        # the members of a position have in common one copy is written.
-        planner.set_up_planner(shard, writer.storage_meta(), is_coordinator=True)
-        return writer.prepare_local_plan(planner.create_local_plan())
-
-    plans = gather("checkpoint plan", attempt(plan, path, shard))
-    if (failure := _failure_in(plans)) is not None:
-        return failure
-    ranks = sorted(plans)
-    rank_plans, metadata = DefaultSavePlanner().create_global_plan([plans[rank] for rank in ranks])
-    rank_plans = writer.prepare_global_plan(rank_plans)
-
-    def write() -> tuple[Any, dict[str, Checksum]]:
-        plan = planner.finish_plan(rank_plans[ranks.index(group.rank)])
-        results = writer.write_data(plan, planner).wait()
-        names = {result.storage_data.relative_path for result in results}
-        return results, {name: checksum(folder / name) for name in names}
-
-    written = gather("checkpoint data", attempt(write, path, shard))
-    if (failure := _failure_in(written)) is not None:
-        return failure
-
-    def finish() -> None:
-        outcomes = [written[rank] for rank in ranks]
-        writer.finish(metadata, _with_other_names(metadata, [results for results, _ in outcomes]))
-        with replacing(folder / METADATA_FILENAME) as file:
-            save_with_checksums(common, file)
-        checksums = {name: value for _, sums in outcomes for name, value in sums.items()}
-        checksums |= {name: checksum(folder / name) for name in (_TORCH_METADATA, METADATA_FILENAME)}
-        write_manifest(folder, checksums)
-        sync_folder(folder)
-        before_naming(folder)
-        put_in_place(folder, path)
-
-    return attempt(finish, path, common) if group.is_leader else None
 
 
 class _PacedFileSystem(FileSystem):
