@@ -149,11 +149,9 @@ class _SaveCall:
     is_new: bool
 
 
-def _with_completion(
-    content: Callable[[], dict[str, Any]], common: Callable[[], dict[str, Any]] | None
-) -> dict[str, Any]:
-    """A checkpoint's content, with its completion unless ``common`` is None."""
-    return content() if common is None else {**content(), COMPLETION: common()}
+def _with_completion(content: Callable[[], dict[str, Any]], common: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """A checkpoint's content, with its completion."""
+    return {**content(), COMPLETION: common()}
 
 
 class Checkpoints(StageStates):
@@ -197,7 +195,7 @@ class Checkpoints(StageStates):
             **self.actions_of_callbacks(),
         }
         self.saves = CheckpointBatches(
-            context, actions, self._file_actions, lambda: self.stall_seconds, self._report_failures, self._discard
+            context, actions, self._file_actions, lambda: self.stall_seconds, self._report_failure, self._discard
         )
         context.client.complete_saves = self.saves.await_thread
         self._may_save_in_background = _saves_in_background(context)
@@ -580,9 +578,7 @@ class Checkpoints(StageStates):
         finally:
             self._raises_all_failures = before
 
-    def _save_file(
-        self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None, batch: CheckpointBatch
-    ) -> None:
+    def _save_file(self, checkpoint: dict[str, Any], call: _SaveCall, batch: CheckpointBatch) -> None:
         group, plugin = batch.group, self.module.trainer.strategy.checkpoint_io
         self.at_fault_point("checkpoint", batch.version)
         group.await_permission()
@@ -591,9 +587,9 @@ class Checkpoints(StageStates):
             plugin = plugin.checkpoint_io
         if isinstance(plugin, WholeCheckpointIO):
             pace = None if batch.copies.are_originals else group.pace
-            plugin.save_checkpoint(checkpoint, path, storage_options, group.await_permission, pace)
+            plugin.save_checkpoint(checkpoint, call.path, call.storage_options, group.await_permission, pace)
         else:
-            plugin.save_checkpoint(checkpoint, path, storage_options=storage_options)
+            plugin.save_checkpoint(checkpoint, call.path, storage_options=call.storage_options)
 
     def _shard(self, weights: Mapping[str, Any], optimizers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         parts = [{"state": part["state"]} if self.stage > 0 else part for part in optimizers]  # the rest is the same
@@ -665,7 +661,7 @@ class Checkpoints(StageStates):
         objects: list[Any] | None = None
         for call in calls:
             write = None
-            if call.part is not None:
+            if (part := call.part) is not None:
                 completion = batch.copies.take(self._completion(call.marks), ("completion",))
                 if completion is not None:
                     completion = to_cpu(completion, copies=False)
@@ -674,10 +670,9 @@ class Checkpoints(StageStates):
                             data, *tensors = as_tensors(self.worker_state.pack_objects())
                             objects = [data, *batch.copies.take(tensors)]
                         completion["objects"] = objects
-                stage_part = replace(call.part, completion=completion)
-                content = partial(_with_completion, call.content, None if completion is None else common)
+                    call = replace(call, content=partial(_with_completion, call.content, common))
                 write_part = self._write_stage_part if self.sharded else self._write_through_leader
-                write = partial(write_part, batch, stage_part, content, call.path, call.storage_options)
+                write = partial(write_part, batch, call, replace(part, completion=completion))
             batch.requests.append(SaveRequest(os.fspath(call.path), write, call.marks is None, call.is_new))
 
     def _limit_copies(self, copies: StateCopies, state: Any) -> None:
@@ -710,28 +705,21 @@ class Checkpoints(StageStates):
             dict(self.copies),
         )
 
-    def _write_through_leader(
-        self,
-        batch: CheckpointBatch,
-        part: _StagePart,
-        content: Callable[[], dict[str, Any]],
-        path: Any,
-        storage_options: Any,
-    ) -> SaveFailure | None:
+    def _write_through_leader(self, batch: CheckpointBatch, call: _SaveCall, part: _StagePart) -> SaveFailure | None:
         """Sends ``part`` to the leader, which joins all parts and writes one file.
 
-        ``content``: the checkpoint without them. Returns why there is no checkpoint; None on other workers.
+        Returns why there is no checkpoint; None on other workers.
         """
         group = batch.group
         if not group.is_leader:
             group.send(replace(part, weights={}, states=[]) if part.is_whole else part)
             return None
-        checkpoint = content()
+        checkpoint = call.content()
         received: list[Any] = []
 
         def write() -> None:
             own_rank = self.collectives.rank
-            pieces = [part if rank == own_rank else group.receive(rank, path) for rank in group.ranks]
+            pieces = [part if rank == own_rank else group.receive(rank, call.path) for rank in group.ranks]
             received.extend((piece.weights, piece.states) for piece in pieces)
             for kind in part.weights:
                 checkpoint[kind] = {n: v for piece in pieces for n, v in piece.weights.get(kind, {}).items()}
@@ -748,18 +736,16 @@ class Checkpoints(StageStates):
                 )
             add_parts(checkpoint, [piece.completion for piece in pieces], group.positions.members)
             tensors = {kind: checkpoint[kind] for kind in (*part.weights, "optimizer_states") if kind in checkpoint}
-            self._save_file({**checkpoint, **on_device(tensors, torch.device("cpu"))}, path, storage_options, batch)
+            self._save_file({**checkpoint, **on_device(tensors, torch.device("cpu"))}, call, batch)
 
-        failure = attempt(write, path, received)
+        failure = attempt(write, call.path, received)
         if failure is not None:
             group.fail(failure.text)
         return failure
 
-    def _write_stage_part(
-        self, batch: CheckpointBatch, part: _StagePart, content: Callable[[], dict[str, Any]], path: Any, _: Any
-    ) -> SaveFailure | None:
+    def _write_stage_part(self, batch: CheckpointBatch, call: _SaveCall, part: _StagePart) -> SaveFailure | None:
         """Writes this stage's ``part`` of a folder; the leader also the rest."""
-        group, checkpoint = batch.group, content()
+        group, checkpoint = batch.group, call.content()
 
         def before_naming(temporary: Path) -> None:
             self.at_fault_point("checkpoint", batch.version)
@@ -773,7 +759,7 @@ class Checkpoints(StageStates):
             for n, state in enumerate(part.states)
         ]
         common = {name: value for name, value in checkpoint.items() if name not in (*part.weights, "optimizer_states")}
-        local = local_path(path)
+        local = local_path(call.path)
         assert local is not None, "save() refuses others"
         return save_sharded(local, self._shard(part.weights, states), common, group, before_naming, group.pace)
 
@@ -784,10 +770,6 @@ class Checkpoints(StageStates):
         self.is_training = True
         if self._may_save_in_background:
             reset_peak(torch.device("cpu"))  # a checkpoint that was read may have taken more than training does
-
-    def _report_failures(self, failures: Iterable[SaveFailure]) -> None:
-        for failure in failures:
-            self._report_failure(failure)
 
     def _report_failure(self, failure: SaveFailure) -> None:
         self.saves.names.clear()  # there may be an earlier one of that name

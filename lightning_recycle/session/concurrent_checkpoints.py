@@ -63,20 +63,13 @@ class StateCopies:
     its next STEP. ``are_originals``: there is no memory for copies: they are the tensors themselves.
     """
 
-    def __init__(self, old: StateCopies | None = None) -> None:
-        self.are_originals = False
+    def __init__(self, old: StateCopies | None = None, are_originals: bool = False) -> None:
+        self.are_originals = are_originals
         self._memory: dict[Any, Tensor] = {} if old is None else old._by_place
         self._by_place: dict[Any, Tensor] = {}
         self._copies: dict[Any, tuple[Tensor, Tensor]] = {}  # with the original, so that its address stays its own
         self._uncopied: deque[tuple[Tensor, Tensor, int]] = deque()  # pieces: original, copy, the original's version
         self._changed, self._under_way, self._is_torn = threading.Condition(), 0, False
-
-    @classmethod
-    def none(cls) -> StateCopies:
-        """Stands for copies where the tensors themselves are written."""
-        copies = cls()
-        copies.are_originals = True
-        return copies
 
     def limit(self, needed: int, free: float) -> bool:
         """Whether copies of ``needed`` bytes in all fit into ``free`` bytes of new memory."""
@@ -394,10 +387,6 @@ class CheckpointBatch:
         if not self.is_written:
             DeviceThread(self._run, "recycle-checkpoint").start()
 
-    @property
-    def is_under_way(self) -> bool:
-        return self.is_sealed and not self.is_written
-
     def _run(self) -> None:
         for index, request in enumerate(self.requests):
             self.group.request = index
@@ -412,7 +401,10 @@ class CheckpointBatch:
             if not self.copies.finish():
                 raise GivenUp("the optimizer's state was changed between two steps")
             if not self.copies.are_originals:  # for which the training waits
-                self._yield()
+                with contextlib.suppress(OSError):
+                    os.setpriority(
+                        os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY
+                    )  # on Linux: of this thread
             return request.write()
         except GivenUp as error:
             why = str(error)
@@ -421,22 +413,12 @@ class CheckpointBatch:
             why = f"{type(error).__name__}: {error}"
         with contextlib.suppress(Exception):  # the others wait no longer than this worker lives
             self.group.fail(why)
-        return _given_up(request.path, why)
-
-    @staticmethod
-    def _yield() -> None:
-        """Gives this thread a low priority."""
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)  # on Linux: of this thread
+        return SaveFailure(f"The checkpoint {request.path} is given up: {why}.")
 
     def raise_error(self) -> None:
         """Raises the exception of the user's code in the thread."""
         for error in [request.error for request in self.requests if request.error is not None]:
             raise error
-
-
-def _given_up(path: str, why: str) -> SaveFailure:
-    return SaveFailure(f"The checkpoint {path} is given up: {why}.")
 
 
 @dataclass
@@ -471,8 +453,8 @@ class CheckpointBatches:
     ``actions``: consequences of checkpoints, by name; called on all workers with why a checkpoint is not complete, or
     None, and :attr:`Action.arguments`. ``by_writer``: those that the writer carries out where a run ends before all
     know the outcome. ``stalled``: returns for how many seconds checkpoints have held up this worker so far. ``failed``:
-    called on all workers with the reasons of missing checkpoints. ``discard``: called on the leader with the path of a
-    new checkpoint that was given up.
+    called on all workers with the reason of each missing checkpoint. ``discard``: called on the leader with the path of
+    a new checkpoint that was given up.
 
     The same on all workers: ``pending``: the batch that has begun and has no known outcome; ``given_up``: checkpoints
     to be asked for again at the next boundary; ``names``: of the checkpoints in each known folder.
@@ -484,7 +466,7 @@ class CheckpointBatches:
         actions: Mapping[str, Callable[..., None]],
         by_writer: Mapping[str, Callable[..., None]],
         stalled: Callable[[], float],
-        failed: Callable[[Iterable[SaveFailure]], None],
+        failed: Callable[[SaveFailure], None],
         discard: Callable[[str], None],
     ) -> None:
         self._collectives, self._options = context.collectives, context.options.checkpoints
@@ -554,7 +536,7 @@ class CheckpointBatches:
         self._await_outcome(None if waits else self._patience)
         if self.pending is not None:
             return None
-        copies = StateCopies.none() if waits else StateCopies(self._old_copies)
+        copies = StateCopies(None if waits else self._old_copies, are_originals=waits)
         self.batch = CheckpointBatch(version, self._new_group(version, waits), copies, waits, self._ended)
         if not waits:
             self._old_copies = None
@@ -654,7 +636,9 @@ class CheckpointBatches:
         For as long as the next checkpoint would wait. The writer carries out the actions on files.
         """
         deadline = time.monotonic() + self._patience
-        while (batch := self.batch) is not None and batch.is_under_way and time.monotonic() < deadline:
+        while (batch := self.batch) is not None and batch.is_sealed and not batch.is_written:
+            if time.monotonic() >= deadline:
+                break
             time.sleep(_LOOK_SECONDS)
         if batch is None or not (batch.group.is_leader and batch.is_written):
             return
@@ -708,8 +692,8 @@ class CheckpointBatches:
                 self._use_memory_of(batch)
                 batch.copies.forget_originals()
         self._carry_out(pending.actions, failed)
-        if failed:
-            self._failed(failed.values())
+        for failure in failed.values():
+            self._failed(failure)
 
     def _begin_again(self, batch: CheckpointBatch, failed: Mapping[str, SaveFailure]) -> bool:
         """Begins with checkpoints given up for lost workers, if there are any."""

@@ -137,7 +137,7 @@ class Worker:
         context: Any = SimpleNamespace(options=options, collectives=self.collectives, client=self.client)
         actions = {"record": lambda failure, what: self.followed.append((what, failure and failure.text))}
         self.saves = concurrent_checkpoints.CheckpointBatches(
-            context, actions, {}, lambda: 0.0, self.failed.extend, self.discarded.append
+            context, actions, {}, lambda: 0.0, self.failed.append, self.discarded.append
         )
 
     def ask(self, version: int, *paths: str, waits: bool = False) -> None:
