@@ -18,10 +18,11 @@ import os
 import pickle
 import zlib
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import repeat
 from types import FunctionType, MappingProxyType, MethodType
 from typing import Any, TypeAlias
 from weakref import ref
@@ -434,23 +435,22 @@ class _Update:
         self._received.append(new)
         return merge_kind(self, old, new)
 
-    def claim(self, old: Any, new: Any) -> None:
-        """Local ``old`` stands for received ``new`` from now on, and for nothing else."""
+    def claim(self, old: Any, new: Any) -> Any:
+        """Makes local ``old`` stand for received ``new``, and nothing else; returns it."""
         self._claimed_ids.add(id(old))
         self._counterparts[id(new)] = old
+        return old
 
-    def merge_tensor(self, old: Tensor | None, new: Tensor) -> Tensor:
+    def merge_tensor(self, old: Tensor | None, new: Tensor) -> Any:
         fits = old is not None and old.shape == new.shape and old.dtype == new.dtype and old.layout == new.layout
         # An attribute may be a view of a weight here and not there: spectral_norm() before and after its first forward.
         if not fits or old is None or _is_expanded(old) or self._weights.shared(old) != self._shared.get(id(new)):
-            self.claim(new, new)  # at every place where the sender has this one
-            return new
+            return self.claim(new, new)  # at every place where the sender has this one
         return self._overwritten(old, new)
 
     def merge_sharded(self, old: Any, new: Any) -> Any:
         if old is None or old.shape != new.shape or old.dtype != new.dtype or old.placements != new.placements:
-            self.claim(new, new)
-            return new
+            return self.claim(new, new)
         return self._overwritten(old, new)
 
     def _overwritten(self, old: Tensor, new: Tensor) -> Tensor:
@@ -464,28 +464,24 @@ class _Update:
     def merge_array(self, old: Any, new: Any) -> Any:
         fits = old is not None and old.shape == new.shape and old.dtype == new.dtype
         if not fits or not old.flags.writeable or old.dtype.hasobject:
-            self.claim(new, new)
-            return new
-        self.claim(old, new)
+            return self.claim(new, new)
         np.copyto(old, new)
-        return old
+        return self.claim(old, new)
 
     def merge_items(self, old: Any, new: Any) -> Any:
         """Merges item by item, into ``old`` itself unless they are tuples."""
-        before = [] if old is None else list(old)
+        pairs = zip([*(old or ()), *repeat(MISSING, len(new))], new, strict=False)
         if type(new) is tuple:
-            return tuple(self.merge(b, n) for b, n in zip(_padded(before, len(new)), new, strict=True))
-        target = new if old is None else old
-        self.claim(target, new)
-        found = [self.merge(b, n) for b, n in zip(_padded(before, len(new)), new, strict=True)]
+            return tuple(self.merge(*pair) for pair in pairs)
+        target = self.claim(new if old is None else old, new)
+        found = [self.merge(*pair) for pair in pairs]
         target.clear()
         target.extend(value for value in found if value is not MISSING)
         return target
 
     def merge_mapping(self, old: Any, new: Any) -> Any:
         """Merges by key into ``old``, in the order of ``new``."""
-        target = new if old is None else old
-        self.claim(target, new)
+        target = self.claim(new if old is None else old, new)
         own = {key: self.merge(MISSING, key) if isinstance(key, Tensor) else key for key in new}
         found = {
             own[key]: self.merge(MISSING if old is None else old.get(own[key], MISSING), value)
@@ -534,26 +530,21 @@ class _Update:
             return self.merge(old, new)
         self._received.append(new)
         is_free = id(old) not in self._claimed_ids and id(old) not in self._known
-        target = old if type(old) is type(new) and is_free else new
-        self.claim(target, new)
+        target = self.claim(old if type(old) is type(new) and is_free else new, new)
         self._write(target, attributes_of(target), attributes_of(new), set())
         return target
 
     def merge_partial(self, old: Any, new: Any) -> Any:
-        target = new if old is None else old
-        self.claim(target, new)
+        target = self.claim(new if old is None else old, new)
         names = ("func", "args", "keywords", "__dict__")
         target.__setstate__(tuple(self.merge(getattr(target, name), getattr(new, name)) for name in names))
         return target
 
     def merge_generator(self, old: Any, new: Any) -> Any:
-        if old is None:
-            self.claim(new, new)
-            return new
-        self.claim(old, new)
-        read, write = next((get, put) for kind, get, put in GENERATORS if isinstance(new, kind))
-        write(old, read(new))
-        return old
+        if old is not None:
+            read, write = next((get, put) for kind, get, put in GENERATORS if isinstance(new, kind))
+            write(old, read(new))
+        return self.claim(new if old is None else old, new)
 
 
 _MERGES: tuple[tuple[Any, Callable[[_Update, Any, Any], Any]], ...] = (
@@ -566,11 +557,6 @@ _MERGES: tuple[tuple[Any, Callable[[_Update, Any, Any], Any]], ...] = (
     ((partial,), _Update.merge_partial),
     (tuple(kind for kind, *_ in GENERATORS), _Update.merge_generator),
 )
-
-
-def _padded(values: list[Any], length: int) -> Iterator[Any]:
-    for index in range(length):
-        yield values[index] if index < len(values) else MISSING
 
 
 def _is_large_data(value: Any) -> bool:
