@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
 from operator import attrgetter, is_
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import lightning.pytorch as pl
 import numpy as np
@@ -647,7 +647,13 @@ class ValueTree:
         if now == before and self._compares_trained:
             now, before, self._compares_trained = self._compute_checksums(), self._trained_checksums, False
         if now != before:
-            _refuse(next(name for name, a, b in zip(self._trained, now, before, strict=True) if a != b), trained=True)
+            name = next(name for name, a, b in zip(self._trained, now, before, strict=True) if a != b)
+            raise UnsupportedFeatureError(
+                f"{name} is trained, and was written while a micro-batch was computed: each micro-batch would write it,"
+                " on top of the others. Decay or clamp weights in on_train_batch_end() or on_before_zero_grad(), which"
+                " run once per step; initialise what depends on data, as the first call of an ActNorm does, by one call"
+                " of the module before fit()."
+            )
         self._num_blocks += 1
         return list(changes.values())
 
@@ -727,7 +733,11 @@ class ValueTree:
         if not is_counted and (entry.copy is None or not is_compared_now):
             return None
         if entry.copy is None:
-            _refuse(name_of(entry.cell_key), trained=False)
+            raise UnsupportedFeatureError(
+                f"{name_of(entry.cell_key)} was written in a training step, and not in the first ones, or is among too"
+                " many tensors that are not trained to compare all: micro-batches would write on top of each other."
+                " Write it in on_train_batch_end(), which runs once per step."
+            )
         if _equal_tensors(entry.copy, entry.tensor):
             entry.write_count = write_count
             return None
@@ -768,19 +778,3 @@ class ValueTree:
 
 
 _COMPARE_EVERY = 7  # blocks, of which tensors take turns to be compared
-
-
-def _refuse(name: str, trained: bool) -> NoReturn:
-    """Raises UnsupportedFeatureError for a write to tensor ``name`` in a block."""
-    if trained:
-        raise UnsupportedFeatureError(
-            f"{name} is trained, and was written while a micro-batch was computed: each micro-batch would write it, on"
-            " top of the others. Decay or clamp weights in on_train_batch_end() or on_before_zero_grad(), which run"
-            " once per step; initialise what depends on data, as the first call of an ActNorm does, by one call of the"
-            " module before fit()."
-        )
-    raise UnsupportedFeatureError(
-        f"{name} was written in a training step, and not in the first ones, or is among too many tensors that are not"
-        " trained to compare all: micro-batches would write on top of each other. Write it in on_train_batch_end(),"
-        " which runs once per step."
-    )

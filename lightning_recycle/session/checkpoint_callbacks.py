@@ -271,7 +271,7 @@ def _averaging(trainer: pl.Trainer) -> list[WeightAveraging | StochasticWeightAv
 def await_stage(trainer: pl.Trainer) -> None:
     """Postpones the ``setup`` of averages by Lightning to :func:`enter_stage`."""
     for callback in _averaging(trainer):
-        callback.setup = _do_nothing  # type: ignore[method-assign]
+        callback.setup = lambda *_, **__: None  # type: ignore[method-assign]
 
 
 def enter_stage(trainer: pl.Trainer, module: pl.LightningModule, was_built: bool) -> None:
@@ -407,10 +407,6 @@ class WeightCallbacks:
             optimizer: [{**group, "params": [name for name in group["params"] if name in owned]} for group in groups]
             for optimizer, groups in callback._internal_optimizer_metadata.items()
         }
-
-
-def _do_nothing(*_: Any, **__: Any) -> None:
-    pass
 
 
 # ---------------------------------------------------------------------- averages

@@ -145,13 +145,9 @@ class PipelineEpochLoop(_TrainingEpochLoop):
         self._has_advanced = False
 
     @property
-    def _runner(self) -> TrainingSteps:
-        return self.trainer.fit_loop.runner  # type: ignore[no-any-return]
-
-    @property
     @override
     def done(self) -> bool:
-        self._runner.agree_to_stop(StopPlace.EPOCH if self._has_advanced else StopPlace.EPOCH_START)
+        _runner(self.trainer).agree_to_stop(StopPlace.EPOCH if self._has_advanced else StopPlace.EPOCH_START)
         return super().done
 
     @override
@@ -180,7 +176,7 @@ class PipelineEpochLoop(_TrainingEpochLoop):
             if self.trainer.current_epoch > 0 and not fit_loop.is_resuming and not self.restarting:
                 loader.iterate_again()  # as the parent does
             loader.enter_epoch(first if is_alone else 0, fit_loop.max_batches)
-        self._runner.loaders.compare(loaders)
+        _runner(self.trainer).loaders.compare(loaders)
         super().on_run_start(data_fetcher)
         self._has_advanced = False
         # Lightning asks data without a length for a batch before it knows where training begins.
@@ -211,22 +207,22 @@ class PipelineEpochLoop(_TrainingEpochLoop):
         self._has_advanced = not self.restarting  # then the parent asks first whether a validation was interrupted
         super().advance(data_fetcher)
         self._has_advanced = True
-        self._runner.at_boundary(StepBoundary.BATCH)
+        _runner(self.trainer).at_boundary(StepBoundary.BATCH)
 
     @override
     def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
         super().on_advance_end(data_fetcher)
-        self._runner.at_boundary(StepBoundary.VALIDATION)
+        _runner(self.trainer).at_boundary(StepBoundary.VALIDATION)
 
     @override
     def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
         if self._has_advanced:
-            self._runner.agree_to_stop(StopPlace.STEP_END)
+            _runner(self.trainer).agree_to_stop(StopPlace.STEP_END)
         decided = super()._should_check_val_fx(data_fetcher)
         if self.trainer._val_check_time_interval is not None and self._should_check_val_epoch():
             decided = bool(self.trainer.strategy.broadcast(decided))  # each worker has its own clock
         if decided:
-            self._runner.confirm_step()
+            _runner(self.trainer).confirm_step()
         return decided
 
     @override

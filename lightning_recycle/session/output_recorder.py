@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial, reduce
 from typing import Any, TypeAlias
 
 import torch
@@ -500,9 +501,7 @@ def add_states(metric: Metric, path: str, gained: Sequence[MetricStates], keep_s
         )
     if isinstance(metric, WrapperMetric):
         return
-    step = gained[0]
-    for more in gained[1:]:
-        step = _merge_states(metric, path, step, more)
+    step = reduce(partial(_merge_states, metric, path), gained)
     value = None
     if keep_step_value:
         set_metric_states(metric, {**step, "_computed": None})
@@ -522,9 +521,7 @@ def _advance_window(metric: Running, path: str, before: MetricStates, gained: Se
             for gained_states in gained
             if update < gained_states["_num_vals_seen"]
         ]
-        step = microbatch_states[0]
-        for more in microbatch_states[1:]:
-            step = _merge_states(base, path, step, more)
+        step = reduce(partial(_merge_states, base, path), microbatch_states)
         slot = (before["_num_vals_seen"] + update) % window
         states.update({f"{key}_{slot}": step[key] for key in base._defaults})
     states["_num_vals_seen"] += updates

@@ -15,7 +15,8 @@ import csv
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
@@ -76,16 +77,10 @@ def _set_up_profiler(setup: Callable[..., None], rank: int, stage: Any, local_ra
 
 def _summarize_whole_model(callback: ModelSummary, trainer: pl.Trainer, parts: ModelParts) -> None:
     callback.__dict__.pop("_summary", None)  # of the previous run
-    whole = parts.without_storage()
-    try:
+    summary: Any = None
+    with _without_storage(parts, "The model summary shows no input and output sizes") as whole:
         summary = callback._summary(trainer, whole)
-    except Exception as error:  # the user's forward() on example_input_array may read values, and there are none
-        if whole is parts.module:  # there are: it raises on one device, too
-            raise
-        rank_zero_warn(
-            f"The model summary shows no input and output sizes: {type(parts.module).__name__} cannot run its"
-            f" example_input_array without storage ({type(error).__name__}: {error})."
-        )
+    if summary is None:
         whole.example_input_array = None
         summary = callback._summary(trainer, whole)
     taken_summary = _TakenSummary(summary)
@@ -107,21 +102,24 @@ def _draw_whole_graph(trainer: pl.Trainer, parts: ModelParts) -> None:
     for logger in trainer.loggers:
         if not is_overridden("log_graph", logger, Logger) or not getattr(logger, "_log_graph", True):  # TensorBoard's
             continue
-        whole = parts.without_storage()
-        try:
+        with _without_storage(parts, f"{type(logger).__name__} gets no graph") as whole:
             type(logger).log_graph(logger, whole)
-        except Exception as error:  # the user's forward() may read values, and there are none
-            if whole is parts.module:  # there are: it raises on one device, too
-                raise
-            rank_zero_warn(
-                f"{type(logger).__name__} gets no graph: {type(parts.module).__name__} cannot run its"
-                f" example_input_array without storage ({type(error).__name__}: {error})."
-            )
-        logger.log_graph = _is_drawn  # type: ignore[method-assign]
+        logger.log_graph = lambda *_, **__: None  # type: ignore[method-assign] # it has the graph
 
 
-def _is_drawn(*_: Any, **__: Any) -> None:
-    """In place of a logger's ``log_graph``: it has the graph."""
+@contextmanager
+def _without_storage(parts: ModelParts, without: str) -> Iterator[Any]:
+    """The whole model, which shows no values; warns if ``forward()`` cannot do without."""
+    whole = parts.without_storage()
+    try:
+        yield whole
+    except Exception as error:  # the user's forward() on example_input_array may read values, and there are none
+        if whole is parts.module:  # there are: it raises on one device, too
+            raise
+        rank_zero_warn(
+            f"{without}: {type(parts.module).__name__} cannot run its example_input_array without storage"
+            f" ({type(error).__name__}: {error})."
+        )
 
 
 def _measure_grid_as_one_device(monitor: ThroughputMonitor, num_workers: int) -> None:
