@@ -415,10 +415,11 @@ class NcclTransport(Transport):
         links = groups.get(_LINKS, Group()).links
         rosters = {name: roster for name, roster in rosters.items() if len(roster) > 1}
         neighbours = {rank for channel in Channel for rank in groups.get(channel.value, Group()).places} - {self._rank}
-        meeting = _Meeting(generation, self._rank, neighbours.union(*rosters.values()) - {self._rank}, rendezvous)
-        if not meeting.others:
+        others = neighbours.union(*rosters.values()) - {self._rank}
+        if not others:
             return
-        agreed = self._agree(meeting, neighbours, rosters, links, cancelled)
+        meeting = _Meeting(generation, self._rank, others, rendezvous, cancelled)
+        agreed = self._agree(meeting, neighbours, rosters, links)
         if self._required and agreed.obstacles:
             raise ConfigurationError(
                 f"Worker {self._rank} cannot use NCCL as it should: {'; '.join(agreed.obstacles)}. Each worker needs a"
@@ -428,32 +429,29 @@ class NcclTransport(Transport):
         for peer in set(links) - agreed.peers:
             links.pop(peer).close()
         with self._lock:
-            if cancelled.is_set():  # and the next generation may be connecting already
-                raise CommunicationError(f"Generation {generation} was aborted.")
+            meeting.raise_if_cancelled()
             kept, self._kept = self._kept, {}
             used = kept_by_all(agreed.places, kept, agreed.kept)
             outdated = [each for place, each in kept.items() if place not in used]
-            thread = self._thread = self._start(generation, agreed, used, outdated, links, cancelled)
+            thread = self._thread = self._start(meeting, agreed, used, outdated, links)
         failure = None if thread is None else self._try(thread, bool(used), cancelled)
         if self._required:
-            self._use(generation, agreed, cancelled)
+            self._use(meeting, agreed)
         else:
-            self._decide(meeting, agreed, failure, cancelled)
+            self._decide(meeting, agreed, failure)
 
-    def _use(self, generation: int, agreed: _Agreement, cancelled: threading.Event) -> None:
+    def _use(self, meeting: _Meeting, agreed: _Agreement) -> None:
         with self._lock:
-            if cancelled.is_set():  # and the next generation may be connected already
-                raise CommunicationError(f"Generation {generation} was aborted.")
+            meeting.raise_if_cancelled()
             self._usable = agreed
 
     def _start(
         self,
-        generation: int,
+        meeting: _Meeting,
         agreed: _Agreement,
         used: Mapping[Place, Kept],
         outdated: Collection[Kept],
         links: Mapping[int, socket.socket],
-        cancelled: threading.Event,
     ) -> NcclThread | None:
         """Starts the thread that transfers by NCCL; None if no peer can.
 
@@ -466,24 +464,19 @@ class NcclTransport(Transport):
                 abort_together(library, (each.comm for each in outdated))
             return None
         assert not isinstance(library, str)
-        groups = {_number(name): place for name, place in agreed.groups.items()}
+        groups, generation = {_number(name): place for name, place in agreed.groups.items()}, meeting.generation
 
         def traffic(send_note: Callable[[int, Note], None], on_change: Callable[[], None]) -> NcclOps:
             comms = Comms(self._rank, library, send_note, agreed.places, used, outdated)
             side = Side(self._rank, generation, library, self._streams, comms, self._device, send_note, on_change)
             return NcclOps(comms, Payloads(side, agreed.neighbours), GroupPayloads(side, groups))
 
-        thread = NcclThread(traffic, generation, self._streams, links, cancelled)
+        thread = NcclThread(traffic, generation, self._streams, links, meeting.cancelled)
         thread.start()
         return thread
 
     def _agree(
-        self,
-        meeting: _Meeting,
-        neighbours: Collection[int],
-        rosters: Rosters,
-        links: Mapping[int, socket.socket],
-        cancelled: threading.Event,
+        self, meeting: _Meeting, neighbours: Collection[int], rosters: Rosters, links: Collection[int]
     ) -> _Agreement:
         """The possible uses of NCCL, from all workers' published facts."""
         own_card: dict[str, Any] = {
@@ -492,19 +485,18 @@ class NcclTransport(Transport):
             "links": sorted(links),
             "kept": {place.name: kept.digest for place, kept in self._kept.items()},
         }
-        cards = {self._rank: own_card, **meeting.exchange("nccl", own_card, cancelled)}
+        cards = {self._rank: own_card, **meeting.exchange("nccl", own_card)}
         agreed = _Agreement(self._rank, kept={rank: card["kept"] for rank, card in cards.items()})
         for peer in sorted(neighbours):
-            pair = sorted((self._rank, peer))  # so that both find the same
-            if obstacle := _obstacle(cards, pair, pair[0], pair[1:]):
+            if obstacle := _obstacle(cards, sorted((self._rank, peer))):  # so that both find the same
                 agreed.obstacles.append(obstacle)
-                continue
-            agreed.neighbours.add(peer)
+            else:
+                agreed.neighbours.add(peer)
         for name, roster in sorted(rosters.items()):
-            if obstacle := _obstacle(cards, roster, roster[0], roster[1:]):
+            if obstacle := _obstacle(cards, roster):
                 agreed.obstacles.append(obstacle)
-                continue
-            agreed.rosters[name] = roster
+            else:
+                agreed.rosters[name] = roster
         return agreed
 
     def _try(self, thread: NcclThread, uses_kept: bool, cancelled: threading.Event) -> Exception | None:
@@ -530,13 +522,11 @@ class NcclTransport(Transport):
             return error
         return None
 
-    def _decide(
-        self, meeting: _Meeting, agreed: _Agreement, failure: Exception | None, cancelled: threading.Event
-    ) -> None:
+    def _decide(self, meeting: _Meeting, agreed: _Agreement, failure: Exception | None) -> None:
         """Uses NCCL where it works for all; a worker where it fails never tries again."""
         is_own = not isinstance(failure, CommunicationError)  # and no consequence of another's
         failed = "" if failure is None else str(failure)
-        failures = {self._rank: (failed, is_own), **meeting.exchange("nccl-works", (failed, is_own), cancelled)}
+        failures = {self._rank: (failed, is_own), **meeting.exchange("nccl-works", (failed, is_own))}
         working = {rank for rank, (why, _) in failures.items() if not why}
         agreed.obstacles += [f"worker {rank}: {why}" for rank, (why, own) in sorted(failures.items()) if why and own]
         if failed and is_own:
@@ -546,7 +536,7 @@ class NcclTransport(Transport):
             neighbours={peer for peer in agreed.neighbours if {peer, self._rank} <= working},
             rosters={name: roster for name, roster in agreed.rosters.items() if set(roster) <= working},
         )
-        self._use(meeting.generation, usable, cancelled)
+        self._use(meeting, usable)
         if (agreed.obstacles or failed) and not self._has_explained:
             self._has_explained = True
             log.warning(
@@ -639,17 +629,23 @@ class _Meeting:
     rank: int
     others: set[int]
     rendezvous: Rendezvous
+    cancelled: threading.Event
 
-    def exchange(self, what: str, value: Any, cancelled: threading.Event) -> dict[int, Any]:
+    def raise_if_cancelled(self) -> None:
+        """Raises CommunicationError if the next generation may be connecting already."""
+        if self.cancelled.is_set():
+            raise CommunicationError(f"Generation {self.generation} was aborted.")
+
+    def exchange(self, what: str, value: Any) -> dict[int, Any]:
         """The others' contributions, by rank."""
         prefix, others = f"generation{self.generation}/{what}", sorted(self.others)
         self.rendezvous.publish(f"{prefix}{self.rank}", json.dumps(value).encode())
-        answers = self.rendezvous.lookup([f"{prefix}{rank}" for rank in others], cancelled)
+        answers = self.rendezvous.lookup([f"{prefix}{rank}" for rank in others], self.cancelled)
         return {rank: json.loads(answer) for rank, answer in zip(others, answers, strict=True)}
 
 
-def _obstacle(cards: Mapping[int, Any], ranks: Sequence[int], hub: int, linked: Sequence[int]) -> str:
-    """Why ``ranks`` cannot have a communicator; ``hub`` needs links to ``linked``."""
+def _obstacle(cards: Mapping[int, Any], ranks: Sequence[int]) -> str:
+    """Why ``ranks`` cannot have a communicator; the first needs links to the others."""
     without = [rank for rank in ranks if cards[rank]["device"] is None]
     if without:
         return f"worker {without[0]}: {cards[without[0]]['why']}"
@@ -657,8 +653,8 @@ def _obstacle(cards: Mapping[int, Any], ranks: Sequence[int], hub: int, linked: 
     for rank in ranks:
         if (owner := owners.setdefault(cards[rank]["device"], rank)) != rank:
             return f"workers {owner} and {rank} share a device"
-    missing = set(linked) - set(cards[hub]["links"])
-    return f"worker {hub} has no link to worker {min(missing)}" if missing else ""
+    missing = set(ranks[1:]) - set(cards[ranks[0]]["links"])
+    return f"worker {ranks[0]} has no link to worker {min(missing)}" if missing else ""
 
 
 def _number(roster: str) -> int:
