@@ -26,8 +26,8 @@ from lightning_recycle.planning.grid import Op, OpKind, ScheduledOp, Worker, glo
 from lightning_recycle.planning.routing import CompactSchedule
 from lightning_recycle.planning.schedule import Schedule
 
-_COMPLETING = (OpKind.BACKWARD_WEIGHT, OpKind.BACKWARD)
-_COMPUTING = (OpKind.FORWARD, OpKind.BACKWARD_INPUT, *_COMPLETING)
+COMPLETING = (OpKind.BACKWARD_WEIGHT, OpKind.BACKWARD)
+_COMPUTING = (OpKind.FORWARD, OpKind.BACKWARD_INPUT, *COMPLETING)
 _TOLERANCE = 1e-9  # of a time
 _FARTHEST = 8  # ranks between two workers that check each other: what a worker connects with does not grow
 
@@ -108,7 +108,7 @@ def plan_checks(schedule: Schedule, share: float) -> dict[int, StageChecks]:
     by_stage: dict[int, StageChecks] = {}
     for stage, workers in stages.items():
         programs = {worker: schedule.workers[worker] for worker in workers}
-        completed = [[one.end for one in row if one.op.kind in _COMPLETING] for row in programs.values()]
+        completed = [[one.end for one in row if one.op.kind in COMPLETING] for row in programs.values()]
         if len(workers) < 2 or [] in completed:  # a worker without micro-batches has nothing to be checked on
             continue
         count = max(map(len, completed))
@@ -158,7 +158,7 @@ def peers_to_connect(schedule: Schedule, worker: Worker) -> frozenset[Worker]:
 
 def _duration(operations: Sequence[ScheduledOp]) -> float:
     """Seconds of computing one micro-batch once more."""
-    first = next(one.op.microbatch for one in operations if one.op.kind in _COMPLETING)
+    first = next(one.op.microbatch for one in operations if one.op.kind in COMPLETING)
     return sum(one.duration for one in operations if one.op.microbatch == first and one.op.kind in _COMPUTING)
 
 

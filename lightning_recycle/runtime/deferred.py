@@ -65,8 +65,8 @@ class _QueuedGradient(NamedTuple):
     """
 
     parameter: nn.Parameter
-    part: _ViewPart | None
     compute: Callable[[], Tensor]
+    part: _ViewPart | None = None
     widened: bool = False
 
     @property
@@ -101,14 +101,8 @@ class WeightGradQueue:
         finally:
             _active = previous
 
-    def add(
-        self,
-        parameter: nn.Parameter,
-        compute: Callable[[], Tensor],
-        part: _ViewPart | None = None,
-        widened: bool = False,
-    ) -> None:
-        self._pending.append(_QueuedGradient(parameter, part, compute, widened))
+    def add(self, gradient: _QueuedGradient) -> None:
+        self._pending.append(gradient)
 
     def tensors(self) -> list[Tensor]:
         """Tensors held by queued computations, as variables of their functions."""
@@ -183,7 +177,7 @@ def defer_weight_grad(parameter: nn.Parameter, compute: Callable[[], Tensor]) ->
         return None
     if _active is None:
         return compute()
-    _active.add(parameter, compute)
+    _active.add(_QueuedGradient(parameter, compute))
     return None
 
 
@@ -192,12 +186,13 @@ def _defer(ctx: Any, weight: Tensor, compute: Callable[[], Tensor]) -> Tensor | 
     if _active is None:
         return compute()
     if isinstance(weight, nn.Parameter):
-        _active.add(weight, compute, widened=not ctx.shares_cast)
+        _active.add(_QueuedGradient(weight, compute, widened=not ctx.shares_cast))
         return None
     base = weight._base
     assert isinstance(base, nn.Parameter)
     offset = int(weight.storage_offset() - base.storage_offset())
-    _active.add(base, compute, _ViewPart(tuple(weight.shape), weight.stride(), offset), widened=True)
+    part = _ViewPart(tuple(weight.shape), weight.stride(), offset)
+    _active.add(_QueuedGradient(base, compute, part, widened=True))
     return None
 
 
@@ -281,9 +276,9 @@ def _defer_compiled(weight: Tensor, bias: Tensor | None, x: Tensor, grad: Tensor
         return False
     x, grad = x.clone(), grad.clone()
     assert isinstance(weight, nn.Parameter)
-    _active.add(weight, lambda: grad.t().mm(x), widened=True)
+    _active.add(_QueuedGradient(weight, lambda: grad.t().mm(x), widened=True))
     if isinstance(bias, nn.Parameter):
-        _active.add(bias, lambda: grad.sum(0), widened=True)
+        _active.add(_QueuedGradient(bias, lambda: grad.sum(0), widened=True))
     return True
 
 

@@ -34,8 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_recycle.errors import UnsupportedFeatureError
-from lightning_recycle.planning.grid import OpKind
-from lightning_recycle.planning.program import Task
+from lightning_recycle.planning.program import COMPLETING, Task
 from lightning_recycle.runtime.communicator import Communicator, Reduction
 from lightning_recycle.runtime.stage import Stage
 from lightning_recycle.tensor_memory import local_part, sharded_like
@@ -391,9 +390,6 @@ class GradientBuffers:
         return [value for parameter, value in found.items() if id(parameter) not in left_out]
 
 
-_COMPLETING = (OpKind.BACKWARD_WEIGHT, OpKind.BACKWARD)
-
-
 class BucketedReduction:
     """A worker's sum of gradients over its stage, bucket by bucket, in each step.
 
@@ -462,7 +458,7 @@ class BucketedReduction:
         self._queues = [deque(early + of_ties)] if in_one_order else [deque(early), deque(of_ties)]
         # Statistics alone are complete when the last operation begins: no forward comes after it.
         self._missing = {bucket: set(map(id, bucket.parameters)) or {0} for bucket in early + of_ties}
-        adding = [task for task in reversed(program) if task.op.kind in _COMPLETING]
+        adding = [task for task in reversed(program) if task.op.kind in COMPLETING]
         if adding and (of_ties or len(early) > 1):
             self._last_task = adding[0]
             self._completing_tasks = dict.fromkeys(early, self._last_task)

@@ -292,10 +292,9 @@ class StepRunner:
         self.communicator.end_step()
 
     def _forward(self, step: int, task: Task) -> None:
-        inputs = target = None
+        inputs, target, handle = None, None, self.steps[step].handle
+        assert task.op.microbatch is not None
         if task.op.stage == 0 or self._is_last:
-            assert task.op.microbatch is not None
-            handle = self.steps[step].handle
             with self.client.busy(READING):
                 self.attempt.place = (step, READING)
                 raw_microbatch = handle.loader.fetch(handle, task.op.microbatch)
@@ -317,7 +316,8 @@ class StepRunner:
                 self._losses[task.index] = loss.clone() if self._losses_stay_on_device else float(loss)
                 if self.callbacks.records_outputs:
                     with self.client.busy("a hook that sees outputs"):
-                        values.record = self.callbacks.record_output(output, target, self._num_samples(step, task))
+                        samples = handle.loader.num_samples(handle, task.op.microbatch)
+                        values.record = self.callbacks.record_output(output, target, samples)
         if self._is_last and (output_bytes := values.output(note)):
             self._outputs[task.index] = output_bytes
         if self._recorder is not None:
@@ -565,11 +565,6 @@ class StepRunner:
         timed = self.timings.of[kind]
         first_steps = self._measurements.first_steps
         return timed if first_steps is None else _nested(timed, first_steps.part(kind, task.index, self.stage, inputs))
-
-    def _num_samples(self, step: int, task: Task) -> int:
-        handle = self.steps[step].handle
-        assert task.op.microbatch is not None
-        return handle.loader.num_samples(handle, task.op.microbatch)
 
 
 @contextmanager

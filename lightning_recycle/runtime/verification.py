@@ -42,7 +42,7 @@ from lightning_recycle.control.protocol.member import Interrupted
 from lightning_recycle.control.protocol.messages import FINITE, IS_FINITE, NOT_FINITE, Checked
 from lightning_recycle.devices import hardware_name
 from lightning_recycle.planning.grid import Grid, OpKind
-from lightning_recycle.planning.program import Program, Task
+from lightning_recycle.planning.program import COMPLETING, Program, Task
 from lightning_recycle.runtime.communicator import Communicator, receive_object, send_object
 from lightning_recycle.runtime.stage import Stage
 from lightning_recycle.runtime.stage_bundle import StageTies
@@ -212,7 +212,6 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
 
 
-_COMPLETING = (OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT)
 _VERDICT_TIMEOUT = 600.0  # seconds until the others have voted, or a generation inspects the step
 
 
@@ -270,7 +269,7 @@ class Verifier:
 
     def follow(self, program: Program) -> None:
         self._program = program
-        self._completing = [task for task in program.tasks if task.op.kind in _COMPLETING]
+        self._completing = [task for task in program.tasks if task.op.kind in COMPLETING]
 
     def inspect(self, inspected: int, excused: int) -> None:
         """Sets the step to inspect, and the last step whose values are accepted."""
@@ -446,7 +445,7 @@ class Verifier:
                     record = receive_object(self._communicator, vote.recorder)
             assert record is not None, "who disputed keeps the record"
             with self._stage.as_in_training(), self._client.busy("a disputed micro-batch"):
-                record = _to_device(record, self._communicator.device)
+                record = map_tensors(record, lambda tensor: tensor.detach().to(self._communicator.device))
                 has_a_say = record.machine in ("", _machine_digest())
                 sums = self._recompute(record) if has_a_say else {}
                 varies = self._what_varies(record, sums) if has_a_say else ""
@@ -489,11 +488,6 @@ class Verifier:
             for handle in handles:
                 handle.remove()
         return checksums
-
-
-def _to_device(record: MicrobatchRecord, device: torch.device) -> MicrobatchRecord:
-    found: MicrobatchRecord = map_tensors(record, lambda tensor: tensor.detach().to(device))
-    return found
 
 
 def _as_message(record: MicrobatchRecord) -> tuple[Tensor, ...]:
