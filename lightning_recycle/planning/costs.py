@@ -27,7 +27,8 @@ from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.files import read_json, refusing, typed_content, write_json
 from lightning_recycle.planning.grid import Grid, OpKind, Worker
 
-_PER_STAGE = ("forward", "backward_input", "backward_weight", "reduce", "optimizer")
+PER_STAGE = ("forward", "backward_input", "backward_weight", "reduce", "optimizer")
+"""The costs of a stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +55,13 @@ class Costs:
     communication: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in _PER_STAGE:
+        for name in PER_STAGE:
             values = getattr(self, name)
             if not isinstance(values, Iterable) or isinstance(values, str):
                 raise ConfigurationError(f"Costs({name}={values!r}): give one number per stage, e.g. [1.0, 1.0].")
             object.__setattr__(self, name, tuple(at_least("Costs", name, value) for value in values))
         object.__setattr__(self, "communication", at_least("Costs", "communication", self.communication))
-        lengths = {name: len(getattr(self, name)) for name in _PER_STAGE}
+        lengths = {name: len(getattr(self, name)) for name in PER_STAGE}
         if len(set(lengths.values())) > 1 or self.stages == 0:
             raise ConfigurationError(f"Costs have different numbers of stages, {lengths}: one value per stage each.")
 
@@ -77,7 +78,7 @@ class Costs:
     ) -> Costs:
         """The same costs for each of ``stages`` stages."""
         of_a_stage = forward, backward_input, backward_weight, reduce, optimizer
-        by_stage = {name: (seconds,) * stages for name, seconds in zip(_PER_STAGE, of_a_stage, strict=True)}
+        by_stage = {name: (seconds,) * stages for name, seconds in zip(PER_STAGE, of_a_stage, strict=True)}
         return cls(**by_stage, communication=communication)
 
     @property
@@ -295,7 +296,7 @@ class Profile:
         """The planner's costs, in seconds, with the largest message of any stage."""
         message = max((stage.output_bytes for stage in self.stages[:-1]), default=0)
         transfer = message / self.bandwidth if self.bandwidth else 0.0
-        by_stage = {name: tuple(getattr(stage, name) for stage in self.stages) for name in _PER_STAGE}
+        by_stage = {name: tuple(getattr(stage, name) for stage in self.stages) for name in PER_STAGE}
         return Costs(**by_stage, communication=self.latency + transfer if len(self.stages) > 1 else 0.0)
 
     def memory(self, activation_memory: float) -> Memory:

@@ -231,11 +231,6 @@ class Family:
     microbatches: tuple[int, ...]
     hosts: Hosts
 
-    @property
-    def one_route(self) -> bool:
-        """Whether nothing is left to choose."""
-        return all(len(ranks) == 1 for ranks in self.hosts)
-
 
 @dataclass(frozen=True, slots=True)
 class Route:

@@ -181,7 +181,8 @@ class _MilpModel:
             for step, (first, last) in self.windows[g].items():
                 lasts = self._duration(g, step)
                 most = max(0, min(most, (last - first) // lasts + 1 if lasts else most if last >= first else 0))
-            size = self._count(g) if self.problem.families[self.routes[g].family].one_route else None
+            hosts = self.problem.families[self.routes[g].family].hosts
+            size = self._count(g) if all(len(ranks) == 1 for ranks in hosts) else None
             if size is not None and size > most:
                 raise _InfeasibleError
             self.sizes.append(self.mip.add_var(lb=0, ub=most, var_type=mip.INTEGER) if size is None else size)

@@ -39,6 +39,7 @@ from lightning_recycle.planning import (
     normalize,
     normalized_failures,
 )
+from lightning_recycle.planning.costs import PER_STAGE
 from lightning_recycle.planning.layouts import Judgement, judgement_of, with_variation
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import MicrobatchVariation
@@ -326,11 +327,7 @@ def layer_costs(model: TrainingModel) -> LayerCosts:
     count = model.stages if unmovable(model) else model.units
     costs = model.costs() if unmovable(model) else model.costs((1,) * count)
     return LayerCosts(
-        forward=costs.forward,
-        backward_input=costs.backward_input,
-        backward_weight=costs.backward_weight,
-        reduce=costs.reduce,
-        optimizer=costs.optimizer,
+        **{name: getattr(costs, name) for name in PER_STAGE},
         output_bytes=(model.microbatch * model.transformer.boundary_bytes(),) * count,
         held_bytes=(model.activation_bytes(1 / count),) * count,
         parameter_bytes=(model.state_bytes(1 / count),) * count,
