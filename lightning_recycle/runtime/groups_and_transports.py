@@ -39,11 +39,11 @@ from lightning_recycle.arguments import BOOLEAN, Check, OptionGroup, choice, is_
 from lightning_recycle.errors import ConfigurationError, ReCycleError
 from lightning_recycle.runtime.wire import Channel, ValueLayout, sum_of_bytes
 from lightning_recycle.runtime.worker_links import (
+    Connecting,
     Gate,
     Link,
     NoAnswerError,
     OpenSockets,
-    connect,
     drop_everything,
     inode_of,
 )
@@ -343,7 +343,8 @@ class GroupFactory:
             gates = self._rendezvous.lookup([f"{prefix}{other}" for other in others], cancelled)
             addresses = dict(zip(others, gates, strict=True))
             try:
-                connected = connect(gate, self._key, generation, rank, needed, addresses, cancelled, _CONNECT_SECONDS)
+                connecting = Connecting(gate, self._key, generation, rank, needed, addresses)
+                connected = connecting.run(cancelled, _CONNECT_SECONDS)
             except NoAnswerError as error:
                 if check_links and error.silent:
                     raise UnreachableError(error.silent) from error

@@ -4,7 +4,7 @@ A *link* is one TCP connection between two workers, for one group of both. One o
 which is open only while its worker connects, and names the link by a code that needs the key of the run. Then each side
 proves, as to the coordinator (:class:`~lightning_recycle.control.network.connection.Handshake`), that it knows the key
 for this generation, group and pair of ranks. A stranger takes no worker's place: nothing is read after its first 32
-bytes, and it is dropped. :func:`connect` returns all links of a worker or none. The dialer proves last, so it knows
+bytes, and it is dropped. :class:`Connecting` returns all links of a worker or none. The dialer proves last, so it knows
 that the connection will be used, and the acceptor learns it from that: a slow attempt can be begun anew without the two
 sides holding different connections.
 
@@ -240,28 +240,6 @@ class NoAnswerError(TimeoutError):
         self.silent = silent
 
 
-def connect(
-    gate: Gate,
-    key: bytes,
-    generation: int,
-    rank: int,
-    links: Collection[Link],
-    addresses: Mapping[int, bytes],
-    cancelled: threading.Event,
-    seconds: float,
-) -> dict[Link, socket.socket]:
-    """Non-blocking sockets, without delay, for all ``links`` of this worker at once.
-
-    ``addresses``: the others' gates.
-
-    Raises:
-        InterruptedError: if ``cancelled``.
-        NoAnswerError: names the ranks without connection.
-        OSError: if this process runs out of descriptors.
-    """
-    return _run(_Connecting(gate, key, generation, rank, links, addresses).run(cancelled, seconds))
-
-
 async def _heard(sock: socket.socket, count: int) -> bytes:
     data = b""
     while len(data) < count:
@@ -279,8 +257,11 @@ async def _prove(sock: socket.socket, role: Role, key: bytes) -> None:
         await loop.sock_sendall(sock, handshake.receive(await _heard(sock, size)))
 
 
-class _Connecting:
-    """The connections of :func:`connect`, while it runs."""
+class Connecting:
+    """Makes all connections of a worker at once.
+
+    ``addresses``: the others' gates.
+    """
 
     def __init__(
         self,
@@ -301,7 +282,17 @@ class _Connecting:
         self._strangers: list[str] = []
         self._shortage: tuple[float, OSError] | None = None  # since when there are no descriptors
 
-    async def run(self, cancelled: threading.Event, seconds: float) -> dict[Link, socket.socket]:
+    def run(self, cancelled: threading.Event, seconds: float) -> dict[Link, socket.socket]:
+        """Non-blocking sockets, without delay, for all links.
+
+        Raises:
+            InterruptedError: if ``cancelled``.
+            NoAnswerError: names the ranks without connection.
+            OSError: if this process runs out of descriptors.
+        """
+        return _run(self._establish(cancelled, seconds))
+
+    async def _establish(self, cancelled: threading.Event, seconds: float) -> dict[Link, socket.socket]:
         self._complete = asyncio.Event()
         self._tasks = {asyncio.create_task(self._dial(link)) for link in self._missing if link.dialer == self._rank}
         asyncio.get_running_loop().add_reader(self._gate.socket, self._accept)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count, islice
+from typing import Any
 
 import pytest
 from support.strangers import attack, knock
@@ -26,7 +27,7 @@ from lightning_recycle.control.network.connection import (
     Role,
 )
 from lightning_recycle.runtime import worker_links
-from lightning_recycle.runtime.worker_links import Gate, Link, NoAnswerError, connect
+from lightning_recycle.runtime.worker_links import Connecting, Gate, Link, NoAnswerError
 
 SHORT = 0.5  # seconds
 NEVER = threading.Event()
@@ -44,6 +45,11 @@ def silent() -> Iterator[bytes]:
         yield f"{host} {port}".encode()
         for client in waiting:
             client.close()
+
+
+def connect(*given: Any) -> dict[Link, socket.socket]:
+    *about, cancelled, seconds = given
+    return Connecting(*about).run(cancelled, seconds)
 
 
 def descriptors() -> int:
