@@ -13,7 +13,6 @@ from lightning_recycle.planning.costs import StageProfile as StageProfile
 from lightning_recycle.planning.costs import load_profile as load_profile
 from lightning_recycle.planning.costs import save_profile as save_profile
 from lightning_recycle.planning.exact_planner import ExactPlanner as ExactPlanner
-from lightning_recycle.planning.failure_distribution import distribution_of as distribution_of
 from lightning_recycle.planning.failure_distribution import normalize as normalize
 from lightning_recycle.planning.failure_distribution import normalized_failures as normalized_failures
 from lightning_recycle.planning.failure_distribution import normalized_problem as normalized_problem
@@ -45,6 +44,7 @@ from lightning_recycle.planning.planner import register_planner as register_plan
 from lightning_recycle.planning.planner import solve as solve
 from lightning_recycle.planning.problem import Problem as Problem
 from lightning_recycle.planning.problem import Technique as Technique
+from lightning_recycle.planning.problem import distribution_of as distribution_of
 from lightning_recycle.planning.problem import lower_bound as lower_bound
 from lightning_recycle.planning.problem import makespan_lower_bound as makespan_lower_bound
 from lightning_recycle.planning.routing import reroute as reroute

@@ -147,11 +147,6 @@ def normalized_failures(grid: Grid, distribution: Sequence[int]) -> frozenset[Wo
     )
 
 
-def distribution_of(grid: Grid, failed: Collection[Worker]) -> tuple[int, ...]:
-    """The number of failed workers in each stage."""
-    return tuple(sum(worker.stage == stage for worker in failed) for stage in range(grid.stages))
-
-
 def roles(grid: Grid, failed: Collection[Worker], distribution: Sequence[int]) -> dict[Worker, Worker]:
     """Positions of the live workers in the plan for a distribution of failures.
 

@@ -19,7 +19,7 @@ from lightning_recycle.arguments import whole
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.costs import Memory
 from lightning_recycle.planning.grid import Grid, Microbatch, Op, OpKind, ScheduledOp, Worker
-from lightning_recycle.planning.list_scheduling import Solution, fixed_pattern, one_f_one_b, search, with_least_memory
+from lightning_recycle.planning.list_scheduling import Search, Solution, fixed_pattern, one_f_one_b, with_least_memory
 from lightning_recycle.planning.problem import Problem, lower_bound
 from lightning_recycle.planning.routing import (
     COMPACT_FROM,
@@ -196,7 +196,7 @@ def _search_list_schedule(problem: Problem, effort: int) -> Schedule:
 
 def _best_solution(codes: Codes, effort: int, starts: Sequence[list[int]] = ()) -> Solution:
     """The best order of the operations; ``starts`` are orders that fit into memory."""
-    solution = search(codes, effort, [*starts, *_zero_bubble_start(codes)])
+    solution = Search(codes, effort).run([*starts, *_zero_bubble_start(codes)])
     if effort:
         solution = with_least_memory(codes, solution, effort)
     sequence, timing = with_fused_backwards(codes, solution.sequence, solution.timing)

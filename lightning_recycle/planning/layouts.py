@@ -22,7 +22,7 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Literal, TypeAlias
 
 from lightning_recycle.arguments import at_least, whole
@@ -404,10 +404,7 @@ class _LayoutSearch:
         layers, limit = self.layers, self.layers.memory_limit
         if limit is None:
             return None
-        state, held = [0.0], [0.0]
-        for own, each in zip(layers.state_bytes, layers.held_bytes, strict=True):
-            state.append(state[-1] + own)
-            held.append(held[-1] + each)
+        state, held = (list(accumulate(each, initial=0.0)) for each in (layers.state_bytes, layers.held_bytes))
         stages = self.grid.stages
 
         def of_microbatches(bound: float) -> float:

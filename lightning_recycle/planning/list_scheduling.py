@@ -95,9 +95,7 @@ def play_list_schedule(codes: Codes, rule: Rule, limit: Sequence[int]) -> tuple[
     ``limit``: the most micro-batches in flight on a worker, per stage. Raises PlanningError when a worker has no memory
     for a micro-batch.
     """
-    state = _ScheduleSimulation(codes, rule, limit)
-    state.run()
-    return state.sequence, sum(state.peak)
+    return _ScheduleSimulation(codes, rule, limit).run()
 
 
 class _ScheduleSimulation:
@@ -129,7 +127,7 @@ class _ScheduleSimulation:
         self.now = 0.0
         self.sequence: list[int] = []
 
-    def run(self) -> None:
+    def run(self) -> tuple[list[int], int]:
         events, awake, size, tolerance = self.events, self.awake, self.codes.size, self.tolerance
         for number, rank in enumerate(self.codes.ranks[FORWARD]):
             heappush(self.forwards[rank], self.priorities[number])
@@ -142,7 +140,7 @@ class _ScheduleSimulation:
             if not events:
                 if any(self.forwards):
                     raise PlanningError("a worker has no room for a micro-batch: it takes more than the mean one.")
-                return
+                return self.sequence, sum(self.peak)
             self.now = events[0][0]
             while events and events[0][0] <= self.now + tolerance:
                 self.now, event = heappop(events)
@@ -409,27 +407,14 @@ class _Point(NamedTuple):
     edge_priority: int = 0
 
 
-def search(
-    codes: Codes,
-    effort: int,
-    starts: Iterable[list[int]] = (),
-    *,
-    goal: Sequence[float] | None = None,
-    first: Rule | None = None,
-) -> Solution:
-    """The best list schedule that ``effort`` operations buy; 0: the plain rule's.
+class Search:
+    """Searches the best list schedule that ``effort`` operations buy; 0: the plain rule's.
 
-    Args:
-        starts: other valid orders of all operations to try after the first rule.
-        goal: sufficient period (without the staggered optimizer makespan) and makespan; by default a period at the
-            lower bound.
-        first: a rule to begin with, as far as the limits of the problem admit it.
+    ``goal``: sufficient period (without the staggered optimizer makespan) and makespan; by default a period at the
+    lower bound.
     """
-    return _RuleSearch(codes, effort, goal).run(starts, first)
 
-
-class _RuleSearch:
-    def __init__(self, codes: Codes, effort: int, goal: Sequence[float] | None) -> None:
+    def __init__(self, codes: Codes, effort: int, goal: Sequence[float] | None = None) -> None:
         problem, grid = codes.problem, codes.problem.grid
         self.codes = codes
         self.stages = grid.stages
@@ -471,7 +456,12 @@ class _RuleSearch:
         self.plays_left = max(1 if goal else fewest, effort // operations) if effort else 1
         self.plays = 0
 
-    def run(self, starts: Iterable[list[int]], first_rule: Rule | None) -> Solution:
+    def run(self, starts: Iterable[list[int]] = (), first_rule: Rule | None = None) -> Solution:
+        """The best solution found.
+
+        ``starts``: other valid orders of all operations to try after the first rule. ``first_rule``: a rule to begin
+        with, as far as the limits of the problem admit it.
+        """
         first = _Point()
         if self.has_few_plays and len(self.keeps) > 1:  # the better guess then; patience alone comes second
             short = self.limit[0] < self.keeps[1][0]
@@ -676,7 +666,8 @@ class _Descent:
             problem = self.limited(limits)
             if self.codes.variation is None and lower_bound(problem) > self.goal[0]:
                 return False
-            found = search(self.codes.under(problem), plays * self.operations, goal=self.goal, first=self.best.rule)
+            search = Search(self.codes.under(problem), plays * self.operations, self.goal)
+            found = search.run(first_rule=self.best.rule)
         except PlanningError:  # not even one micro-batch
             return False
         self.plays -= found.plays

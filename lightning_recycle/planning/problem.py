@@ -16,7 +16,7 @@ of the micro-batches, the best one for the stage's workers, and hold whatever th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import heapify, heapreplace
@@ -169,10 +169,8 @@ class Problem:
 
     def live_workers(self, stage: int | None = None) -> tuple[Worker, ...]:
         """Live workers in rank order, of all stages or of one."""
-        if stage is None:
-            return tuple(worker for worker in self.grid.workers() if worker not in self.failed)
-        peers = (Worker(d, stage) for d in range(self.grid.lanes))
-        return tuple(worker for worker in peers if worker not in self.failed)
+        workers = self.grid.workers() if stage is None else (Worker(d, stage) for d in range(self.grid.lanes))
+        return tuple(worker for worker in workers if worker not in self.failed)
 
 
 def _factors(
@@ -188,6 +186,11 @@ def _factors(
         if not is_number(factor, 0, above=True):
             raise ConfigurationError(f"worker_factors[{worker}]={factor!r}: give a finite number above 0, e.g. 2.0.")
     return tuple(sorted((worker, float(factor)) for worker, factor in factors.items() if factor != 1))
+
+
+def distribution_of(grid: Grid, failed: Collection[Worker]) -> tuple[int, ...]:
+    """The number of failed workers in each stage."""
+    return tuple(sum(worker.stage == stage for worker in failed) for stage in range(grid.stages))
 
 
 def lower_bound(problem: Problem) -> float:
@@ -229,18 +232,15 @@ class _Bounds:
             self.backward_to.append(self.backward_to[-1] + backward * fastest[stage] + comm)
         # After its last B a stage with split backwards still has that micro-batch's W to do.
         self.closing = [
-            (0.0 if self.fused else costs.backward_weight[s] * fastest[s])
-            + costs.of(OpKind.REDUCE, s)
-            + costs.optimizer[s] * max(self.factors[s])
-            for s in range(self.stages)
+            self._stepped(0.0 if self.fused else costs.backward_weight[s] * fastest[s], s) for s in range(self.stages)
         ]
         self.inner = [self._least(partial(self._inner, s), s) for s in range(self.stages)]
-        self.own = [
-            self._least(partial(self._span, s), s)
-            + costs.of(OpKind.REDUCE, s)
-            + costs.optimizer[s] * max(self.factors[s])
-            for s in range(self.stages)
-        ]
+        self.own = [self._stepped(self._least(partial(self._span, s), s), s) for s in range(self.stages)]
+
+    def _stepped(self, seconds: float, stage: int) -> float:
+        """``seconds``, and those until all workers of ``stage`` have reduced and stepped."""
+        costs = self.problem.costs
+        return seconds + costs.of(OpKind.REDUCE, stage) + costs.optimizer[stage] * max(self.factors[stage])
 
     def period(self, stage: int) -> float:
         """The least period for the work of ``stage``, for it and the stages before."""

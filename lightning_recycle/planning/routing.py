@@ -28,7 +28,7 @@ from typing import Any
 
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.grid import Grid, Microbatch, Op, ScheduledOp, Worker
-from lightning_recycle.planning.problem import Problem, lower_bound
+from lightning_recycle.planning.problem import Problem, distribution_of, lower_bound
 from lightning_recycle.planning.schedule import KINDS, OperationColumns, Schedule, gc_paused, schedule_of_columns
 
 COMPACT_FROM = 100_000
@@ -412,9 +412,10 @@ def renamed(schedule: Schedule, problem: Problem) -> Schedule:
     if isinstance(schedule, CompactSchedule) and schedule.serves(problem):
         return compact(problem, schedule.lane)
     if not alike(schedule.problem, problem):
+        planned, asked = (distribution_of(each.grid, each.failed) for each in (schedule.problem, problem))
         raise PlanningError(
-            f"the plan for failures {_counts(schedule.problem)} by stage is none for {_counts(problem)}, or other "
-            "things of the two problems differ: plan again."
+            f"the plan for failures {planned} by stage is none for {asked}, or other things of the two problems"
+            " differ: plan again."
         )
     pipelines = _pipelines(schedule.problem, problem)
     places = _match_workers(schedule.problem, problem, pipelines)
@@ -494,7 +495,3 @@ def _match_workers(old: Problem, new: Problem, pipelines: list[int]) -> dict[Wor
         for pipeline in displaced:
             places[Worker(pipeline, stage)] = Worker(free[old_speeds[pipeline]].pop(0), stage)
     return places
-
-
-def _counts(problem: Problem) -> tuple[int, ...]:
-    return tuple(sum(worker.stage == stage for worker in problem.failed) for stage in range(problem.grid.stages))

@@ -9,7 +9,7 @@ from test_properties import problems
 from lightning_recycle import planning as p
 from lightning_recycle.planning.heuristic_planner import heuristic_with_variation
 from lightning_recycle.planning.layer_cuts import LayerCosts
-from lightning_recycle.planning.list_scheduling import search, with_least_memory
+from lightning_recycle.planning.list_scheduling import Search, with_least_memory
 from lightning_recycle.planning.routing import reroute
 from lightning_recycle.planning.schedule import EQUALLY_FAST, is_better
 from lightning_recycle.planning.timing import Codes, assemble
@@ -69,7 +69,7 @@ def test_less_memory_never_costs_time(problem):
     """Slow workers, limits in bytes and micro-batches, with and without techniques."""
     codes = Codes(problem, reroute(problem.grid, problem.failed, dict(problem.worker_factors)),
                   fused=not problem.technique.split_backward)  # fmt: skip
-    eager = search(codes, EFFORT)
+    eager = Search(codes, EFFORT).run()
     calm = with_least_memory(codes, eager, EFFORT)
     before, after = (assemble(codes, each.sequence, each.timing) for each in (eager, calm))
     p.validate(after)
