@@ -61,7 +61,7 @@ def cut(units: int, stages: int) -> tuple[int, ...]:
 
 
 def stage_ranges(parts: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """First and last + 1 unit of each stage."""
+    """First and last + 1 unit of each stage, or of the workers of each pipeline."""
     return tuple(pairwise(accumulate(parts, initial=0)))
 
 
@@ -206,8 +206,7 @@ class Oobleck(Policy):
             (sizes for sizes in found or [(len(used),)] if max(sizes) <= model.units),
             key=lambda sizes: pipelines_step(model, sizes),
         )
-        ends = list(accumulate(sizes, initial=0))
-        return tuple(used[begin:end] for begin, end in pairwise(ends))
+        return tuple(used[begin:end] for begin, end in stage_ranges(sizes))
 
     def _shrunk(self, context: Context, before: Teams, alive: set[int]) -> Teams:
         least = self.least_nodes(context)

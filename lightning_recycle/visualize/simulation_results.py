@@ -248,14 +248,13 @@ class Variants:
         present = {record["policy"]["name"] for record in found}
         names = [name for name in POLICIES if name in present] + sorted(present.difference(POLICIES))
         self._differ = {name: self._differing(found, name) for name in names}
-        self.all: list[Series] = []
         self._series: dict[str, Series] = {}
         for name in names:
             for record in found:
                 identity = self._identity(record)
                 if record["policy"]["name"] == name and identity not in self._series:
                     self._series[identity] = self._new(record)
-                    self.all.append(self._series[identity])
+        self.all = list(self._series.values())
 
     def of(self, record: Record) -> Series:
         """The series to which a run belongs."""
@@ -279,7 +278,7 @@ class Variants:
 
     def _new(self, record: Record) -> Series:
         name = record["policy"]["name"]
-        place = sum(series.color == f"p-{name.lower()}" for series in self.all)
+        place = sum(series.color == f"p-{name.lower()}" for series in self._series.values())
         return Series(
             name=policy_text(record, self._differ[name], with_schedule=self._with_schedule),
             key=f"{name.lower()}{place}" if place else name.lower(),
