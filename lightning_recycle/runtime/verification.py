@@ -135,18 +135,14 @@ def _writes(grad: Tensor) -> int:
     return version_of(grad) + version_of(local_part(grad))
 
 
+@dataclass(eq=False)
 class Recomputation:
     """Computes records once more; ``divisor``: micro-batches in the global batch."""
 
-    def __init__(
-        self,
-        stage: Stage,
-        parameters: Sequence[nn.Parameter],
-        divisor: int,
-        recomputing: Callable[[int], AbstractContextManager[None]] = lambda index: nullcontext(),
-    ) -> None:
-        self._stage, self.parameters, self._divisor = stage, parameters, divisor
-        self._recomputing = recomputing
+    stage: Stage
+    parameters: Sequence[nn.Parameter]
+    divisor: int
+    recomputing: Callable[[int], AbstractContextManager[None]] = lambda index: nullcontext()
 
     def gradients(self) -> list[Tensor]:
         return [p.grad for p in self.parameters if p.requires_grad and p.grad is not None]
@@ -157,15 +153,15 @@ class Recomputation:
         Runs F, and B and W where the record has them, with the record's randomness; this worker's gradients stay
         unchanged.
         """
-        stage, index = self._stage, record.microbatch
+        stage, index = self.stage, record.microbatch
         inputs, target, grads = map_tensors((record.inputs, record.target, record.grads), _copy)
         for tensor, wanted in zip(tensors_of(inputs), record.wanted, strict=True):
             tensor.requires_grad_(wanted)
-        with self._recomputing(index), self._gradients_apart():
+        with self.recomputing(index), self._gradients_apart():
             output = stage.forward(record.step, index, inputs, target, split_backward=record.split_backward)
             results: list[Any] = [*tensors_of(output), None]
             if stage.has_loss:
-                results[-1] = float(stage.loss(record.step, index, output, target, self._divisor))
+                results[-1] = float(stage.loss(record.step, index, output, target, self.divisor))
             sums = {_OUTPUT: checksum(results)}
             if _INPUT_GRADIENT not in record.sums:
                 stage.forget(index)
@@ -481,12 +477,10 @@ class Verifier:
         def watch(name: str, module: nn.Module) -> Any:
             return module.register_forward_hook(lambda _, __, output: checksums.append((name, summed(output))))
 
-        handles = [watch(name, module) for name, module in self._stage.named_leaves()]
-        try:
+        with contextlib.ExitStack() as stack:
+            for name, module in self._stage.named_leaves():
+                stack.enter_context(watch(name, module))
             self._recompute(record)
-        finally:
-            for handle in handles:
-                handle.remove()
         return checksums
 
 
