@@ -11,11 +11,12 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
@@ -569,14 +570,9 @@ class Checkpoints(StageStates):
         else:
             self.module.trainer.strategy.checkpoint_io.remove_checkpoint(path)
 
-    @contextmanager
-    def raising_failures(self) -> Iterator[None]:
+    def raising_failures(self) -> AbstractContextManager[Any]:
         """Failed checkpoints in the block raise :class:`CheckpointError` on all workers."""
-        before, self._raises_all_failures = self._raises_all_failures, True
-        try:
-            yield
-        finally:
-            self._raises_all_failures = before
+        return patch.object(self, "_raises_all_failures", True)
 
     def _save_file(self, checkpoint: dict[str, Any], call: _SaveCall, batch: CheckpointBatch) -> None:
         group, plugin = batch.group, self.module.trainer.strategy.checkpoint_io
@@ -627,12 +623,9 @@ class Checkpoints(StageStates):
     def in_foreground(self) -> Iterator[None]:
         """Within the block all wait until the checkpoints asked for are written."""
         self.complete()
-        before, self.is_training = self.is_training, False
-        try:
+        with patch.object(self, "is_training", False):
             yield
             self.complete()
-        finally:
-            self.is_training = before
 
     @contextmanager
     def saving_at_end(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -270,12 +270,10 @@ def scaler_of(trainer: pl.Trainer) -> GradScaler | None:
     return scaler if scaler is not None and scaler.is_enabled() else None
 
 
-@contextmanager
-def overflow_of_all(scaler: GradScaler | None, overflow: bool) -> Iterator[None]:
+def overflow_of_all(scaler: GradScaler | None, overflow: bool) -> AbstractContextManager[None]:
     """The scaler finds an overflow in the block if any stage's gradient has one."""
     if scaler is None:
-        yield
-        return
+        return nullcontext()
 
     def change(found_inf: Tensor, found: dict[Any, Tensor]) -> dict[Any, Tensor]:
         # Nothing is found where nothing is trained; a scaler wants to have looked at something.
@@ -284,8 +282,7 @@ def overflow_of_all(scaler: GradScaler | None, overflow: bool) -> Iterator[None]
             flag.fill_(1.0)
         return found
 
-    with after_unscaling(scaler, change):
-        yield
+    return after_unscaling(scaler, change)
 
 
 def restore_scale(trainer: pl.Trainer, state: dict[str, Any]) -> None:

@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import partial, update_wrapper
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
@@ -379,24 +380,15 @@ class ManualSteps:
     def _meet(self, name: str, contribution: Any, combine: Callable[[list[Any]], Any]) -> Any:
         def once(contributions: list[Any]) -> Any:
             self._step_path.add(name)
-            self._is_together = True
-            try:
+            with patch.object(self, "_is_together", True):
                 return combine(contributions)
-            finally:
-                self._is_together = False
 
         return self._turns.meet(name, contribution, once)
 
-    @contextmanager
-    def hooks_once(self) -> Iterator[None]:
+    def hooks_once(self) -> AbstractContextManager[Any]:
         """Callbacks are called in the block for the first micro-batch only."""
-        callbacks, trainer = self._trainer.callbacks, self._trainer  # type: ignore[attr-defined]
-        if self._turns.number:
-            trainer.callbacks = []  # type: ignore[attr-defined]
-        try:
-            yield
-        finally:
-            trainer.callbacks = callbacks  # type: ignore[attr-defined]
+        callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
+        return patch.object(self._trainer, "callbacks", [] if self._turns.number else callbacks)
 
     # ------------------------------------------------------------------ backward passes
 

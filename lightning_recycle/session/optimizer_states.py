@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from itertools import count
 from typing import Any, TypeAlias
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
@@ -351,19 +352,14 @@ class StageStates:
 # ---------------------------------------------------------------------- groups of parameters
 
 
-@contextmanager
-def empty_optimizers() -> Iterator[None]:
+def empty_optimizers() -> AbstractContextManager[Any]:
     """Allows optimizers without parameters in the block, as on a frozen stage."""
     make = Optimizer.__init__
 
     def make_any(self: Optimizer, params: Any, defaults: dict[str, Any]) -> None:
         make(self, list(params) or [{"params": []}], defaults)
 
-    Optimizer.__init__ = make_any  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Optimizer.__init__ = make  # type: ignore[method-assign]
+    return patch.object(Optimizer, "__init__", make_any)
 
 
 class _StepTracker(LRScheduler):

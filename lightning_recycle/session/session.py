@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
@@ -154,15 +155,8 @@ class Session:
             first.setdefault(places[rank][0], rank)
         self.node_rank = list(first).index(self.client.node)
         prepares = first[self.client.node] == self.place.rank
-        prepare_data_within(self.trainer, partial(self._local_rank_of, 0 if prepares else max(1, self.place.device)))
-
-    @contextmanager
-    def _local_rank_of(self, preparing: int) -> Iterator[None]:
-        self.local_rank = preparing
-        try:
-            yield
-        finally:
-            self.local_rank = self.place.device
+        local_rank = 0 if prepares else max(1, self.place.device)
+        prepare_data_within(self.trainer, partial(patch.object, self, "local_rank", local_rank))
 
     def setup(self) -> None:
         """Builds this stage of the model and its parts on the first call."""
