@@ -362,7 +362,11 @@ class ManualSteps:
     def _shared_operations(self) -> Iterator[None]:
         """Makes backward passes and steps in the block meeting points of micro-batches."""
         with ExitStack() as stack:
-            replace = partial(_replace_until_exit, stack)
+
+            def replace(owner: Any, name: str, value: partial[Any]) -> None:
+                # A scheduler leaves a mark on its optimizer's step, and warns if it is gone.
+                stack.enter_context(patch.object(owner, name, update_wrapper(value, getattr(owner, name))))
+
             replace(torch.autograd, "backward", partial(self._backward, torch.autograd.backward))
             for number, (wrapper, optimizer) in enumerate(
                 zip(lightning_optimizers(self._trainer), self._trainer.optimizers, strict=True)
@@ -494,16 +498,6 @@ class ManualSteps:
                 f"training_step() stepped an optimizer ({name}) {why}. Return all optimizers from"
                 " configure_optimizers(), and step what self.optimizers() gives."
             )
-
-
-def _replace_until_exit(stack: ExitStack, owner: Any, name: str, value: partial[Any]) -> None:
-    attributes = vars(owner)
-    if name in attributes:
-        stack.callback(setattr, owner, name, attributes[name])
-    else:
-        stack.callback(attributes.pop, name, None)
-    # A scheduler leaves a mark on its optimizer's step, and warns if it is gone.
-    setattr(owner, name, update_wrapper(value, getattr(owner, name)))
 
 
 def _dense(grad: Tensor) -> Tensor:

@@ -490,21 +490,13 @@ def _shard(parameter: Tensor) -> Tensor:
     return shard
 
 
-@contextmanager
-def stepping_on_shards(optimizer: Optimizer) -> Iterator[None]:
+def stepping_on_shards(optimizer: Optimizer) -> AbstractContextManager[Any]:
     """Makes ``optimizer.step`` run on shards in the block, after closure and hooks."""
-    attributes, step = vars(optimizer), optimizer.step
-    patch = attributes.get("step")  # of a scheduler
+    step = optimizer.step
 
     def step_on_shards(closure: Callable[[], Any]) -> Any:
         loss = closure()
         with _on_shards(optimizer):
             return step(closure=lambda: loss)
 
-    attributes["step"] = step_on_shards
-    try:
-        yield
-    finally:
-        attributes["step"] = patch
-        if patch is None:
-            del attributes["step"]
+    return patch.object(optimizer, "step", step_on_shards)
