@@ -19,7 +19,7 @@ from __future__ import annotations
 import copyreg
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partialmethod
 from typing import Any, NoReturn
 from unittest.mock import patch
@@ -261,16 +261,12 @@ class PositionMesh:
 
         A collective that needs other members' data raises UnsupportedFeatureError.
         """
-        before = {name: (group.works_with, group.await_work) for name, group in self.groups.items()}
-        for group in self.groups.values():
-            group.works_with = _Alone(group.size())  # type: ignore[assignment]
-            group.await_work = _await_completion
-        try:
-            with patch.object(placement_types, "mesh_scatter", _take_own_part):
-                yield
-        finally:
-            for name, (works_with, await_work) in before.items():
-                self.groups[name].works_with, self.groups[name].await_work = works_with, await_work
+        with ExitStack() as stack:
+            for group in self.groups.values():
+                alone = patch.multiple(group, works_with=_Alone(group.size()), await_work=_await_completion)
+                stack.enter_context(alone)
+            stack.enter_context(patch.object(placement_types, "mesh_scatter", _take_own_part))
+            yield
 
     def close(self) -> None:
         """Takes the groups out of torch's tables."""

@@ -28,7 +28,7 @@ import pickle
 import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, TypeAlias
 
@@ -100,7 +100,10 @@ def is_sound(values: Sequence[Tensor | float | None]) -> bool:
 
 
 class GradientsApart:
-    """Separate gradients of parameters for one micro-batch, added to the others later."""
+    """Separate gradients of parameters for one micro-batch, which may be added later.
+
+    In a ``with`` statement they are in the place of the others within the block.
+    """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
@@ -122,6 +125,12 @@ class GradientsApart:
         for (parameter, usual), apart in zip(self._usual, self._apart, strict=True):
             if parameter.grad is apart:
                 parameter.grad = usual
+
+    def __enter__(self) -> None:
+        self.begin()
+
+    def __exit__(self, *_: Any) -> None:
+        self.end()
 
     def add(self) -> None:
         pairs = zip(self._usual, self._apart, self._clean, strict=True)
@@ -157,7 +166,7 @@ class Recomputation:
         inputs, target, grads = map_tensors((record.inputs, record.target, record.grads), _copy)
         for tensor, wanted in zip(tensors_of(inputs), record.wanted, strict=True):
             tensor.requires_grad_(wanted)
-        with self.recomputing(index), self._gradients_apart():
+        with self.recomputing(index), GradientsApart(self.parameters):
             output = stage.forward(record.step, index, inputs, target, split_backward=record.split_backward)
             results: list[Any] = [*tensors_of(output), None]
             if stage.has_loss:
@@ -176,15 +185,6 @@ class Recomputation:
             if WEIGHT_GRADIENT in record.sums:
                 sums[WEIGHT_GRADIENT] = checksum(self.gradients())
             return _with_numbers(record, sums, results)
-
-    @contextmanager
-    def _gradients_apart(self) -> Iterator[None]:
-        buffers = GradientsApart(self.parameters)
-        buffers.begin()
-        try:
-            yield
-        finally:
-            buffers.end()
 
 
 def _with_numbers(record: MicrobatchRecord, sums: dict[str, bytes], results: list[Any]) -> dict[str, bytes]:
