@@ -74,18 +74,10 @@ class Problem:
 
     def __post_init__(self) -> None:
         grid = self.grid
-        if self.costs.stages != grid.stages:
-            raise ConfigurationError(
-                f"costs are given for {counted(self.costs.stages, 'stage')}, the grid {grid} has {grid.stages}: "
-                "give one value per stage."
-            )
+        _check_stages("costs are", self.costs.stages, grid)
         object.__setattr__(self, "failed", frozenset(self.failed))
         for worker in sorted(self.failed):
-            if worker not in grid:
-                raise ConfigurationError(
-                    f"failed worker {worker} is outside the grid {grid}: "
-                    f"its pipeline must be in 0..{grid.lanes - 1} and its stage in 0..{grid.stages - 1}."
-                )
+            _check_worker("failed worker {} is", worker, grid)
         for stage, live in enumerate(self.live_counts()):
             if not live:
                 raise PlanningError(
@@ -102,11 +94,7 @@ class Problem:
 
         object.__setattr__(self, "worker_factors", _factors(grid, self.worker_factors))
         if self.memory is not None:
-            if self.memory.stages != grid.stages:
-                raise ConfigurationError(
-                    f"memory is given for {counted(self.memory.stages, 'stage')}, the grid {grid} has {grid.stages}: "
-                    "give one value per stage."
-                )
+            _check_stages("memory is", self.memory.stages, grid)
             self.memory.check()
 
     def factor(self, worker: Worker) -> float:
@@ -173,16 +161,27 @@ class Problem:
         return tuple(worker for worker in workers if worker not in self.failed)
 
 
+def _check_stages(what: str, stages: int, grid: Grid) -> None:
+    if stages != grid.stages:
+        raise ConfigurationError(
+            f"{what} given for {counted(stages, 'stage')}, the grid {grid} has {grid.stages}: give one value per stage."
+        )
+
+
+def _check_worker(what: str, worker: Worker, grid: Grid) -> None:
+    if worker not in grid:
+        raise ConfigurationError(
+            f"{what.format(worker)} outside the grid {grid}: its pipeline must be in 0..{grid.lanes - 1} and its stage"
+            f" in 0..{grid.stages - 1}."
+        )
+
+
 def _factors(
     grid: Grid, given: Mapping[Worker, float] | tuple[tuple[Worker, float], ...]
 ) -> tuple[tuple[Worker, float], ...]:
     factors = dict(given)
     for worker, factor in factors.items():
-        if worker not in grid:
-            raise ConfigurationError(
-                f"worker_factors names {worker}, outside the grid {grid}: its pipeline must be in "
-                f"0..{grid.lanes - 1} and its stage in 0..{grid.stages - 1}."
-            )
+        _check_worker("worker_factors names {},", worker, grid)
         if not is_number(factor, 0, above=True):
             raise ConfigurationError(f"worker_factors[{worker}]={factor!r}: give a finite number above 0, e.g. 2.0.")
     return tuple(sorted((worker, float(factor)) for worker, factor in factors.items() if factor != 1))
