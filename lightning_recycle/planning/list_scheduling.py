@@ -408,10 +408,10 @@ class _Point(NamedTuple):
 
 
 class Search:
-    """Searches the best list schedule that ``effort`` operations buy; 0: the plain rule's.
+    """Searches the best list schedule that ``effort`` operations buy.
 
-    ``goal``: sufficient period (without the staggered optimizer makespan) and makespan; by default a period at the
-    lower bound.
+    With 0 that is the plain rule's. ``goal``: sufficient period (without the staggered optimizer makespan) and
+    makespan; by default a period at the lower bound.
     """
 
     def __init__(self, codes: Codes, effort: int, goal: Sequence[float] | None = None) -> None:

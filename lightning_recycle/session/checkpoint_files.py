@@ -414,7 +414,10 @@ def save_sharded(
 
 @contextlib.contextmanager
 def _temporary_folder(path: Path, group: StageGroup) -> Iterator[Path]:
-    """A folder beside ``path``, the same for all of ``group``, that is deleted unless it gets another name."""
+    """A folder beside ``path``, the same for all of ``group``.
+
+    It is deleted at the end of the block unless it has got another name.
+    """
     if group.is_leader:
         remove_leftovers(path.parent)
     proposals = group.gather_all("checkpoint folder", temporary_path(path).name if group.is_leader else None)

@@ -109,7 +109,7 @@ def _draw_whole_graph(trainer: pl.Trainer, parts: ModelParts) -> None:
 
 @contextmanager
 def _without_storage(parts: ModelParts, without: str) -> Iterator[Any]:
-    """The whole model, which shows no values; warns if ``forward()`` cannot do without."""
+    """The whole model without values; warns if ``forward()`` cannot do without."""
     whole = parts.without_storage()
     try:
         yield whole
