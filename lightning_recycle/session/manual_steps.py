@@ -17,6 +17,7 @@ of optimizers are called once, by each micro-batch. Optimizers that ``configure_
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import copy, deepcopy
@@ -53,7 +54,11 @@ from lightning_recycle.session.object_graph import ObjectGraph, ObjectPack, call
 from lightning_recycle.session.optimizer_states import OptimizerState, copied
 from lightning_recycle.session.output_recorder import OutputRecorder, metric_states, set_metric_states
 from lightning_recycle.session.worker_context import WorkerContext
-from lightning_recycle.torch_internals import tree_map_only
+from lightning_recycle.torch_internals import (
+    hooks_after_accumulation,
+    set_hooks_after_accumulation,
+    tree_map_only,
+)
 
 _COPIED_BYTES = 256 * 1024  # of a tensor that is not a weight: larger ones, such as masks, are seldom written in place
 
@@ -403,8 +408,11 @@ class ManualSteps:
             return
         trained = [p for p in self._trainer.lightning_module.parameters() if p.requires_grad]
         before = [parameter.grad for parameter in trained]
+        hooks = dict(hooks_after_accumulation(trained))
         for parameter in trained:
             parameter.grad = None
+        for parameter in hooks:
+            set_hooks_after_accumulation(parameter, OrderedDict())
         self._in_backward = True
         try:
             original(*args, **kwargs)
@@ -413,15 +421,20 @@ class ManualSteps:
             self._in_backward = False
             for parameter, grad in zip(trained, before, strict=True):
                 parameter.grad = grad
+            for parameter, of_one in hooks.items():
+                set_hooks_after_accumulation(parameter, of_one)
         what = f"a backward pass of {len(trained)} parameters with {sum(p.numel() for p in trained):,} numbers"
         total = self._meet(what, gradients, partial(self._average, trained))
         for parameter, mean in zip(trained, total, strict=True):
             if mean is None:
                 continue
-            if parameter.grad is None:
-                parameter.grad = mean if self._turns.number == 0 else mean.clone()
-            else:
-                parameter.grad.add_(mean)
+            with torch.no_grad():
+                if parameter.grad is None:
+                    parameter.grad = mean if self._turns.number == 0 else mean.clone()
+                else:
+                    parameter.grad.add_(mean)
+                for hook in list(hooks.get(parameter, {}).values()):
+                    hook(parameter)
 
     @torch.no_grad()
     def _average(

@@ -277,6 +277,36 @@ def test_steps_may_use_what_sees_gradients_and_saved_tensors(tmp_path):
     assert trainer.optimizers[0].steps == one.optimizers[0].steps == 3 * EPOCHS
 
 
+def _bound(parameter: nn.Parameter) -> None:
+    parameter.grad.clamp_(-0.02, 0.02)
+
+
+class ManualBounds(Plain):
+    """Bounds accumulated gradients where it optimizes by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        for parameter in self.parameters():
+            parameter.register_post_accumulate_grad_hook(_bound)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        self.manual_backward(super().training_step(batch + 1, batch_idx))
+        self.optimizers().step()
+        self.optimizers().zero_grad()
+        return loss
+
+
+def test_hooks_after_an_accumulation_get_the_mean_in_manual_optimization():
+    expected, module = ManualBounds(), ManualBounds()
+    _fit(expected, Samples(), 1)
+    trainer = _fit(module, Samples(), 2)
+    assert rejoined(trainer) == [(1, 0)]
+    assert difference(module.state_dict(), expected.state_dict()) < 1e-10
+
+
 class Counts(Plain):
     def configure_optimizers(self) -> Any:
         return Counting(self.parameters(), lr=0.1)
