@@ -241,6 +241,7 @@ CALLBACKS: dict[str, Case] = {
             enable_checkpointing=True,
         ),
         lambda run: "saved/last.ckpt" in files(run),
+        at=("training", 3),  # averages exist, and no checkpoint is under way that the next leader would ask for again
     ),
     "StochasticWeightAveraging instead of a schedule": Case(("`StochasticWeightAveraging`", "the Trainer after a run"),
         fits(ByEpoch, callbacks=lambda root: [cb.StochasticWeightAveraging(0.05, 1, 2, "linear")], max_epochs=3),
