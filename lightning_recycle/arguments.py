@@ -64,7 +64,7 @@ def _table(title: str, rows: Mapping[Any, str]) -> str:
     return "\n".join([f"{title}:", *(f"  {key:<{width}}  {meaning}" for key, meaning in rows.items())])
 
 
-_STATUSES = {2: "bad options", 130: "Ctrl-C", 141: "its output has no reader"}
+_STATUSES = {2: "bad options", 130: "Ctrl-C", 141: "its output was closed (SIGPIPE)"}
 
 
 def command_parser(

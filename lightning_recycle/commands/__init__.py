@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib import resources
@@ -164,6 +165,8 @@ def _line(error: BaseException, config: DictConfig | None, overrides: Sequence[s
             return f"cannot read {error.override!r}: settings are NAME=VALUE; see --help."
         return f"cannot read {error.override!r}: check its brackets and quotes, as in 'failures=[[1,2],[0,1]]'."
     text = _flat(str(error))
+    if ambiguous := re.match(r"Ambiguous value for argument '(.*?)' 1\. ", text):
+        return f"{ambiguous[1]} has several values: add -m to run a job for each, or put a list in brackets."
     if isinstance(cause, OmegaConfBaseException):
         text += f" ({_flat(str(cause).splitlines()[0])})"
     return text

@@ -113,9 +113,7 @@ class RecoveryOptions(OptionGroup):
     )
     max_pipelines: int | None = option(None, integer(1, otherwise="for no more than the batch has"))
     machine_errors: MachineErrors = option((), _MACHINE_ERRORS)
-    machine_error_retries: int = option(
-        1, integer(0), shared="how often work that raised an exception of a machine is run again"
-    )
+    machine_error_retries: int = option(1, integer(0), shared="how often work that raised a machine error is run again")
 
     def __post_init__(self) -> None:
         super().__post_init__()

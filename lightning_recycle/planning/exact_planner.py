@@ -21,6 +21,7 @@ end.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import math
 import time
@@ -31,7 +32,7 @@ from itertools import product
 from typing import Any, TypeAlias
 
 from lightning_recycle.arguments import at_least, choice, require, whole
-from lightning_recycle.errors import PlanningError
+from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.child_process import run_in_child
 from lightning_recycle.planning.grid import OpKind, Worker
 from lightning_recycle.planning.heuristic_planner import (
@@ -71,7 +72,7 @@ class ExactPlanner:
         max_operations: nor for a plan with more operations than this, the closing ones included.
 
     Raises:
-        ConfigurationError: when a value is impossible, or the extra is not installed.
+        ConfigurationError: when a value is impossible, or the extra or Gurobi is not installed.
     """
 
     backend: str = "highs"
@@ -84,6 +85,10 @@ class ExactPlanner:
     def __post_init__(self) -> None:
         choice(*BACKENDS).checked("ExactPlanner", "backend", self.backend)
         require("milp", f"The planner {self.backend!r}")
+        if self.backend == "gurobi" and not importlib.import_module("mip.gurobi").has_gurobi:
+            raise ConfigurationError(
+                "The planner 'gurobi' needs Gurobi, which python-mip does not find: install it, and set GUROBI_HOME."
+            )
         at_least("ExactPlanner", "time_limit", self.time_limit)
         whole("ExactPlanner", "threads", self.threads, 1)
         whole("ExactPlanner", "max_variables", self.max_variables, 1)

@@ -244,8 +244,8 @@ def _ratio_lines(
     points = [point for _, lines in drawn for line in lines for point in line.points]
     pictures = []
     if points and len(heads) > 1:
-        most = max(point.y + point.spread for point in points)
-        y = linear(_RATIO, most, least=max(0.0, 0.98 * min(point.y - point.spread for point in points)))
+        most, least = max(point.y + point.spread for point in points), min(point.y - point.spread for point in points)
+        y = linear(_RATIO, most, least=0.98 * least if least > most / 2 else 0.0)
         pictures = [line_chart(f"{scene.title}{apart_by}", lines, x, y) for scene, lines in drawn if lines]
     columns = ["policy", "model"]
     for head in heads.values():
@@ -314,7 +314,6 @@ def _gpu_time(records: Sequence[Record]) -> Section | None:
     groups = group_by(own, lambda r: (r["model"]["name"], r["model"]["global_batch"], named(r)))
     batches = len({batch for _, batch, _ in groups})
     pictures: list[Picture] = []
-    rows: list[list[Cell | str]] = []
     for (model, batch, failures), runs in sorted(groups.items(), key=lambda group: models.index(group[0][0])):
         shown = []
         latest = {variants.of(run).key: run for run in runs}
@@ -328,12 +327,20 @@ def _gpu_time(records: Sequence[Record]) -> Section | None:
                 segments += [Segment(_CAUSES[cause], begin, begin + part, tip)] if part > 0 else []
                 begin += part
             shown.append((series.name, segments))
-            row: list[Cell | str] = [series.name, model, f"{batch:,}", _unbroken(failures)]
-            row += [_num(100 * run["fractions"][cause], 1, cause) for cause in _CAUSES]
-            rows.append([*row, _num(sum(run["gpu_seconds"].values()) / 3600, 0)])
         ticks = tuple((place / 4, f"{25 * place} %") for place in range(5))
         title = f"{model}, {f'batch {batch:,}, ' if batches > 1 else ''}{failures}"
         pictures.append(row_chart(title, shown, Axis("of all GPU time", 0.0, 1.0, ticks)))
+    rows: list[list[Cell | str]] = [
+        [
+            variants.of(run).name,
+            run["model"]["name"],
+            f"{run['model']['global_batch']:,}",
+            _unbroken(named(run)),
+            *(_num(100 * run["fractions"][cause], 1, cause) for cause in _CAUSES),
+            _num(sum(run["gpu_seconds"].values()) / 3600, 0),
+        ]
+        for run in own
+    ]
     columns = ["policy", "model", "batch", "failures", *_CAUSES, "GPU-hours"]
     parts: list[Part] = [
         *map(Paragraph, caution(own)),

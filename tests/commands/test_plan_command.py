@@ -186,24 +186,20 @@ def test_a_library_has_the_likeliest_plans_if_there_are_too_many(tmp_path):
     assert shown[::2] == ["0/0/0/0", *("0/0/0/1", "1/0/0/0", "0/1/0/0"), "0/0/1/1", "0/1/1/1"]
 
 
-def test_settings_of_planners_are_those_of_a_run_without_settings():
+def test_settings_of_planners_are_those_of_a_run_without_settings(monkeypatch):
     """Else the plans of a library made offline are not found at run time."""
+    monkeypatch.setattr("mip.gurobi.has_gurobi", True)
     for name in ("heuristic", "cbc", "highs", "gurobi"):
         with initialize_config_module("lightning_recycle.conf", version_base=None):
             settings = compose("plan", [f"planner={name}"])
         assert instantiate(settings.planner) == planning.get_planner(name)
 
 
-def test_a_solver_that_is_not_there_is_a_warning(tmp_path):
-    if os.environ.get("GUROBI_HOME"):
-        pytest.skip("Gurobi is there")
-    arguments = ["planner=gurobi", "failures=[[1,2]]", "memory.in_flight=4", "output=plan.json"]
-    ((code, out, err),) = run_all("recycle-plan", tmp_path, arguments)
-    assert code == 0
-    assert planning.load_plan(tmp_path / "plan.json").schedule.period <= 30
-    if "optimal" not in out:
-        assert err.startswith("warning: planner gurobi: it is not available")
-        assert err.count("\n") == 1
+@pytest.mark.skipif("GUROBI_HOME" in os.environ, reason="Gurobi is there")
+def test_a_solver_that_is_not_there_is_refused(tmp_path):
+    ((code, _, err),) = run_all("recycle-plan", tmp_path, ["planner=gurobi", "failures=[[1,2]]"])
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith("recycle-plan: The planner 'gurobi' needs Gurobi")
 
 
 BAD = [

@@ -433,12 +433,14 @@ def test_without_a_run_the_page_waits_and_shows_no_empty_boxes(runtime: Path, tm
         (Grid(2, 2, 1), 1, "Workers: 2 pipelines (rows) of 2 stages", "2"),
         (Grid(2, 1, 1), 2, "Workers: 2 pipelines (rows) of 2 members", "2"),
         (Grid(1, 2, 1), 2, "Workers: 1 pipeline (rows) of 2 stages of 2 members", "4"),
-        (Grid(3, 1, 1), 1, "Workers: 3 pipelines", "auto-fill"),
+        (Grid(3, 1, 1), 1, "Workers: 3 pipelines", "auto-fit"),
     ],
 )
 def test_the_page_has_a_column_for_each_process_of_a_pipeline(
-    grid: Grid, members: int, title: str, columns: str, runtime: Path, tmp_path: Path
+    grid: Grid, members: int, title: str, columns: str, runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    status = Monitor.status
+    monkeypatch.setattr(Monitor, "status", lambda monitor: replace(status(monitor), loss=0.000123456))
     with ControlPlane(grid, of_position=members) as plane, shown(plane) as port:
         plane.members()
         plane.until(lambda: seen(plane).phase == "training")
@@ -448,6 +450,7 @@ def test_the_page_has_a_column_for_each_process_of_a_pipeline(
     names = re.findall(r"<b>([^<]*)</b>", page)
     assert len(set(names)) == len(names) == grid.num_workers * members
     assert sum("★" in name for name in names) == 1
+    assert re.findall(r'id="loss"[^>]*>([^<]*)<', page) == ["loss 0.0001235"]
 
 
 def test_watching_waits_for_a_start_and_for_a_run_that_is_too_busy_to_answer(
@@ -459,7 +462,7 @@ def test_watching_waits_for_a_start_and_for_a_run_that_is_too_busy_to_answer(
         status = target.ask()
         looks = iter([[], [], [target]])
         busy = status_command.Busy("process 1 does not answer")
-        answers: Any = iter([status_command.Idle("starting"), status, busy, status, status_command.Idle("over")])
+        answers: Any = iter([status_command.Idle("starting."), status, busy, status, status_command.Idle("over")])
 
         def ask(_: Any) -> dict[str, Any]:
             answer = next(answers)

@@ -36,7 +36,7 @@ from email.message import Message
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from importlib import resources
-from typing import Any, TypeVar
+from typing import Any
 
 from lightning_recycle.arguments import __version__
 from lightning_recycle.control.monitoring.logs import plain
@@ -49,8 +49,6 @@ log = logging.getLogger(__name__)
 
 _MOST_TIMED, _MOST_DRAWN = 20_000, 4_000  # operations: about 0.1 s of this process' interpreter
 _KEPT_SECONDS = 5.0
-
-Made = TypeVar("Made")
 
 
 class NothingToShow(ControlPlaneError):
@@ -69,19 +67,23 @@ class Monitor:
         self._samples = samples_per_step
         self._place = ProcessLocation(machine_name(), os.getpid())
         self._ask: Callable[[], RunView] | None = None  # how the run is
+        self._has_begun = False
         self._lock = threading.Lock()  # computing something twice at the same time is of no use
-        self._cache: dict[str, tuple[int, float, object]] = {}  # by what it is: number of the plan, when, the value
+        self._timed: tuple[int, float, Schedule | None] = (-1, 0.0, None)  # number of the plan, when it was timed
+        self._picture: tuple[Schedule | None, str] = (None, "")
 
     def show(self, ask: Callable[[], RunView] | None) -> None:
         """Shows the run that ``ask`` asks from now on; None between two runs."""
         self._ask = ask
+        self._has_begun = True
         with self._lock:
-            self._cache.clear()
+            self._timed = (-1, 0.0, None)
 
     def status(self) -> Status:
         """Status of the run. Raises NothingToShow, or ControlPlaneError without answer."""
         view = self._view()
-        predicted = self._of_plan("period", view, _MOST_TIMED, lambda schedule: schedule.period)
+        timed = self._timed_plan(view, _MOST_TIMED)
+        predicted = None if timed is None else timed.period
         speed = view.status.throughput
         per_second = speed.steps_per_second
         samples = per_second * self._samples if per_second is not None and self._samples is not None else None
@@ -100,32 +102,36 @@ class Monitor:
         """
         from lightning_recycle.visualize.charts import gantt_svg  # not needed to train
 
-        drawn = self._of_plan("picture", self._view(), _MOST_DRAWN, lambda schedule: gantt_svg(schedule, unit="s"))
-        if drawn is None:
+        timed = self._timed_plan(self._view(), _MOST_DRAWN)
+        if timed is None:
             raise NothingToShow(f"No plan has been measured yet, or it has more than {_MOST_DRAWN:,} operations.")
-        return drawn
+        with self._lock:
+            if self._picture[0] is not timed:
+                self._picture = timed, gantt_svg(timed, unit="s")
+            return self._picture[1]
 
     def _view(self) -> RunView:
         if self._ask is None:
             if self.awaits_runs:
                 raise NothingToShow("No run is going on: it waits for workers.")
-            raise NothingToShow("No run is going on: the workers are starting, or the run has ended.")
+            why = "the run has ended" if self._has_begun else "the workers are starting"
+            raise NothingToShow(f"No run is going on: {why}.")
         return self._ask()
 
-    def _of_plan(self, what: str, view: RunView, most: int, make: Callable[[Schedule], Made]) -> Made | None:
-        """A figure of the plan with measured times; None without one, or if too large."""
-        plan, timed = view.status.plan, view.timed
-        if plan is None or timed is None or plan.operations > most:
+    def _timed_plan(self, view: RunView, most: int) -> Schedule | None:
+        """The plan with measured times; None without one, or if it has over ``most`` operations."""
+        plan = view.status.plan
+        if plan is None or view.timed is None or plan.operations > most:
             return None
         with self._lock:
-            number, made, value = self._cache.get(what, (-1, 0.0, None))
+            number, made, schedule = self._timed
             if number != plan.number or time.monotonic() - made > _KEPT_SECONDS:
                 try:
-                    value = make(timed())
+                    schedule = view.timed()
                 except PlanningError:  # not all stages have measured all operations of this plan yet
-                    value = None
-                self._cache[what] = plan.number, time.monotonic(), value
-            return value  # type: ignore[return-value]
+                    schedule = None
+                self._timed = plan.number, time.monotonic(), schedule
+            return schedule
 
 
 _LEAST_SECONDS = 0.25  # between two views

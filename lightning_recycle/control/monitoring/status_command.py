@@ -247,7 +247,7 @@ def _await_status(target: _Target, seconds: float, passing: tuple[type[NoRun], .
             return target.ask()
         except passing as error:
             if not is_told:
-                print(f"recycle-status: {error}; asking again", file=sys.stderr)
+                print(f"recycle-status: {str(error).rstrip('.')}; asking again", file=sys.stderr)
             is_told = True
         time.sleep(seconds)
 
