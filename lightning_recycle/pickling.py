@@ -3,7 +3,8 @@
 A script with a main guard is imported by every worker, so what it defines outside the guard is found there by name.
 Everything else of ``__main__`` travels *by value* (cloudpickle): what stands under the guard, all of a script that has
 none (to import it would run it again), of ``python -c``, of stdin, of a notebook; so do lambdas and local classes. It
-is put into the worker's ``__main__`` under its name, so that later pickles mean the same on both sides.
+is put into the worker's ``__main__`` under its name, so that later pickles mean the same on both sides. So are values of
+global variables that the guard, or functions that it calls, may have set.
 
 Standard pickles lose parts of some values: hooks of parameters, memory that tensors share, the dtype of a parameter
 without a shape, the classes of modules with parametrizations. NumPy copies a memory-mapped file into the pickle; here
@@ -23,6 +24,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from multiprocessing import spawn
 from pathlib import Path
 from types import CellType, FunctionType, ModuleType
@@ -164,15 +166,20 @@ def _view(root: np.ndarray[Any, Any], shape: Any, dtype: Any, begin: int, stride
 
 
 _MAIN = "__main__"
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _lock = threading.Lock()
 
 
 @dataclass(frozen=True)
 class MainModule:
-    """The script as workers see it: whether they import it, and names hidden then."""
+    """The script as workers see it: whether they import it, and names hidden then.
+
+    ``settings``: variables that functions read, and that the guard or a function sets or changes.
+    """
 
     imported: bool
     hidden: frozenset[str] = frozenset()
+    settings: frozenset[str] = frozenset()
 
     def provides(self, value: Any) -> bool:
         """Whether workers find ``value`` of ``__main__`` by its name."""
@@ -199,13 +206,34 @@ _PARSING = threading.Lock()
 def read_script(source: str | bytes) -> MainModule:
     """A script with this source, as workers see it; SyntaxError if it is no Python."""
     with _PARSING:
-        statements = ast.parse(source).body
+        tree = ast.parse(source)
+    statements = tree.body
     guards = [statement for statement in statements if isinstance(statement, ast.If) and _asks_for_main(statement.test)]
     if not guards:
         return MainModule(imported=False)
     guarded = {name for guard in guards for name in _names(guard.body)}
-    outside = _names([statement for statement in statements if statement not in guards])
-    return MainModule(imported=True, hidden=frozenset(guarded - set(outside)))
+    outside = set(_names([statement for statement in statements if statement not in guards]))
+    functions = [node for node in ast.walk(tree) if isinstance(node, _FUNCTIONS)]
+    inner = [node for function in functions for node in ast.walk(function)]
+    read = {node.id for node in inner if isinstance(node, ast.Name)}
+    declared = {name for node in inner if isinstance(node, ast.Global) for name in node.names}
+    changed = {_changed(node) for node in chain(inner, *map(ast.walk, guards))}
+    return MainModule(
+        imported=True,
+        hidden=frozenset(guarded - outside),
+        settings=frozenset(read & (guarded | declared | (outside & changed))),
+    )
+
+
+def _changed(node: ast.AST) -> str | None:
+    """Name of a variable whose item or attribute is set here, or a method called."""
+    if isinstance(node, ast.Call):
+        node = node.func
+    elif not isinstance(getattr(node, "ctx", None), ast.Store | ast.Del):
+        return None
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
 
 
 def _asks_for_main(test: ast.expr) -> bool:

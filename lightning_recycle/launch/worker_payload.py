@@ -14,6 +14,7 @@ import contextlib
 import inspect
 import io
 import logging
+import math
 import mmap
 import os
 import pickle
@@ -26,7 +27,7 @@ from dataclasses import dataclass
 from multiprocessing import reduction
 from pathlib import Path
 from traceback import StackSummary, TracebackException
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import IO, Any
 
 import cloudpickle
@@ -34,7 +35,7 @@ import lightning.fabric
 import lightning.pytorch
 import torch
 from omegaconf.basecontainer import BaseContainer
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_recycle.control.monitoring.logs import LogForwarding, LogSender
 from lightning_recycle.errors import ConfigurationError, ReCycleError
@@ -254,6 +255,7 @@ def dump(value: Any, main: MainModule, file: IO[bytes]) -> None:
 
 def _dump(value: Any, main: MainModule, file: Any) -> None:
     pickler = _PayloadPickler(file, main)
+    pickler.definitions.update(_settings(main))
     pickler.dump((value, pickler.definitions))  # these are complete once the value is pickled
 
 
@@ -261,8 +263,47 @@ def load(data: Any) -> Any:
     """The value pickled as ``data``, with the user's ``__main__``; once in a process."""
     enter_main()
     value, definitions = pickle.loads(data)
-    vars(sys.modules["__main__"]).update(definitions)
+    _define(definitions)
     return value
+
+
+def _settings(main: MainModule) -> dict[str, Any]:
+    """The script's settings of up to 1 MB that can be pickled."""
+    script = vars(sys.modules["__main__"])
+    return {name: script[name] for name in sorted(main.settings & script.keys()) if _is_sent(script[name], main)}
+
+
+def _is_sent(value: Any, main: MainModule) -> bool:
+    if isinstance(value, type | FunctionType | ModuleType | nn.Module) or type(value).__module__.startswith(
+        "lightning"
+    ):
+        return False
+    try:
+        _PayloadPickler(_NullFile(1_000_000), main).dump(value)
+    except Exception as error:
+        log.debug("A global variable (%s) stays in this process: %s", type(value).__name__, error)
+        return False
+    return True
+
+
+def _define(definitions: Mapping[str, Any]) -> None:
+    """Gives names of ``__main__`` their values; a dict keeps its identity.
+
+    Functions of a script that multiprocessing has imported read another dict, of which the module's is a copy.
+    """
+    script = vars(sys.modules["__main__"])
+    classes = [value for value in script.values() if isinstance(value, type)]
+    members = [member for owner in (script, *map(vars, classes)) for member in owner.values()]
+    functions = [inspect.unwrap(member) for member in members if isinstance(member, FunctionType)]
+    read = next((f.__globals__ for f in functions if f.__globals__.get("__name__") == "__mp_main__"), script)
+    for name, value in definitions.items():
+        known = script.get(name)
+        if isinstance(known, dict) and isinstance(value, dict):
+            content = dict(value)  # it may be the same dict
+            known.clear()
+            known.update(content)
+        else:
+            script[name] = read[name] = value
 
 
 class _PayloadPickler(MainPickler):
@@ -280,8 +321,17 @@ class _PayloadPickler(MainPickler):
 
 
 class _NullFile(io.RawIOBase):
+    """Takes ``most`` bytes, and keeps none."""
+
+    def __init__(self, most: float = math.inf) -> None:
+        self._room = most
+
     def write(self, data: Any) -> int:
-        return memoryview(data).nbytes
+        size = memoryview(data).nbytes
+        self._room -= size
+        if self._room < 0:
+            raise ValueError("it is too large")
+        return size
 
 
 def _find_unpicklable(payload: Any, main: MainModule) -> str | None:

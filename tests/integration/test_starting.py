@@ -30,7 +30,7 @@ from lightning_recycle import PipelineModule, ReCycleStrategy, RecoveryOptions
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
 from support.growth import AwaitReplacement
 
-SCALE = 2.0
+SCALE, SCALES = 2.0, {}
 Sample = namedtuple("Sample", "x y")
 
 class Kind(enum.Enum):
@@ -45,7 +45,7 @@ class Config:
     kind: Kind = Kind.SQUARED
 
 def scaled(x):
-    return SCALE * x
+    return SCALE * x + SCALES["shift"] * settings.width
 
 class Scaled(nn.Module):
     def forward(self, x):
@@ -92,6 +92,9 @@ class Data(Dataset):
 """
 
 TRAINING = """
+SCALE, settings = 1.5, Config()
+SCALES["shift"] = 0.5
+
 def trainer(strategy, devices, *callbacks):
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     quiet["enable_model_summary"] = False
