@@ -3,8 +3,8 @@
 A script with a main guard is imported by every worker, so what it defines outside the guard is found there by name.
 Everything else of ``__main__`` travels *by value* (cloudpickle): what stands under the guard, all of a script that has
 none (to import it would run it again), of ``python -c``, of stdin, of a notebook; so do lambdas and local classes. It
-is put into the worker's ``__main__`` under its name, so that later pickles mean the same on both sides. So are values of
-global variables that the guard, or functions that it calls, may have set.
+is put into the worker's ``__main__`` under its name, so that later pickles mean the same on both sides. So are values
+of global variables that the guard, or functions that it calls, may have set.
 
 Standard pickles lose parts of some values: hooks of parameters, memory that tensors share, the dtype of a parameter
 without a shape, the classes of modules with parametrizations. NumPy copies a memory-mapped file into the pickle; here

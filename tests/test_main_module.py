@@ -25,9 +25,10 @@ from lightning_recycle.pickling import MainModule, MainPickler, dumps, import_of
     ("def main():\n    if __name__ == '__main__': pass\nmain()", MainModule(imported=False)),
     ("print('__main__', __name__)", MainModule(imported=False)),
     ("", MainModule(imported=False)),
-    ("A = B = C = {}\ndef f():\n    global B\n    print(A, B, C, D, E)\nif __name__ == '__main__':\n    A['x'].y = D = 1",
+    ("A = B = C = {}\ndef f():\n    global B\n    print(A, B, C, D, E)\nif '__main__' == __name__: A['x'].y = D = 1",
      MainModule(True, frozenset("D"), frozenset("ABD"))),
-    ("A = B = []\ndef f(): A.append(B)\nif __name__ == '__main__': C = 1", MainModule(True, frozenset("C"), frozenset("A"))),
+    ("A = B = []\ndef f(): A.append(B)\nif '__main__' == __name__: C = 1",
+     MainModule(True, frozenset("C"), frozenset("A"))),
 ])  # fmt: skip
 def test_a_script_is_imported_if_it_has_a_guard_and_what_is_under_it_is_not_found(script, expected):
     assert read_script(script) == expected

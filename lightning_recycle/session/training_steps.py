@@ -389,6 +389,10 @@ class TrainingSteps:
         if self._stop_requests.agreed:
             counters["trainer.should_stop"] = trainer.should_stop
         options = optimizer_options(self._optimizers)
+        if self._context.grid.stages > 1:
+            counters[
+                "the number of parameter groups of the optimizer (make the same on each stage, empty ones too)"
+            ] = sum(len(optimizer.param_groups) for optimizer in self._optimizers)
         if self._context.grid.stages == 1 and not self.parts.optimizes_itself:
             inputs["the names of the parameters, which hooks can change,"] = self._trained_names[1]
         if (scaler := scaler_of(trainer)) is not None:
