@@ -28,7 +28,7 @@ from multiprocessing import reduction
 from pathlib import Path
 from traceback import StackSummary, TracebackException
 from types import FunctionType, ModuleType
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import cloudpickle
 import lightning.fabric
@@ -279,7 +279,7 @@ def _is_sent(value: Any, main: MainModule) -> bool:
     ):
         return False
     try:
-        _PayloadPickler(_NullFile(1_000_000), main).dump(value)
+        _PayloadPickler(cast(Any, _NullFile(1_000_000)), main).dump(value)
     except Exception as error:
         log.debug("A global variable (%s) stays in this process: %s", type(value).__name__, error)
         return False

@@ -119,7 +119,7 @@ class Monitor:
         return self._ask()
 
     def _timed_plan(self, view: RunView, most: int) -> Schedule | None:
-        """The plan with measured times; None without one, or if it has over ``most`` operations."""
+        """The plan with measured times; None if there is none, or it is too large."""
         plan = view.status.plan
         if plan is None or view.timed is None or plan.operations > most:
             return None
