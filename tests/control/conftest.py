@@ -1,4 +1,4 @@
-"""Coordinators for the tests with real sockets; workers are threads there, or processes where they die or stop."""
+"""Coordinators for the tests with real sockets, whose workers are threads."""
 
 import contextlib
 import threading

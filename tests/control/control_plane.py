@@ -1,4 +1,4 @@
-"""A coordinator and what a test gives it: fake processes, a fake planner, clients in threads or processes."""
+"""A coordinator and what a test gives it: fake processes, a fake planner, clients in threads."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from control_worker import Member, train
-from support.forked import ForkedProcess
+from control_worker import Member
 from support.scripts import COORDINATOR
 from support.thread_client import ThreadClient
 from support.waiting import PATIENCE, next_line
@@ -145,7 +144,6 @@ class ControlPlane:
         self.grid = grid
         self.clients: list[ThreadClient] = []
         self.raw: list[MessageConnection] = []
-        self.children: list[ForkedProcess] = []
         self._closed = False
 
     def start(self) -> None:
@@ -180,13 +178,6 @@ class ControlPlane:
         self.raw.append(connection)
         return connection
 
-    def child(self, rank: int, steps: int = 0, pause: float = 0.0) -> ForkedProcess:
-        """A worker in its own process. Only its connection shows its exit."""
-        coordinator = self.coordinator
-        child = ForkedProcess(train, coordinator.address, coordinator.authkey, rank, self.grid.stages, steps, pause)
-        self.children.append(child)
-        return child
-
     def events(self, kind: str) -> list[Event]:
         return [event for event in self.coordinator.history if event.kind == kind]
 
@@ -200,10 +191,6 @@ class ControlPlane:
         if self._closed:
             return
         self._closed = True
-        for child in self.children:
-            child.kill()
-            child.wait(10)
-            child.stdout.close()
         for client in self.clients:
             client.leave()
         self.coordinator.close()

@@ -1,8 +1,7 @@
-"""A worker without a model: what an executor says to the coordinator, in a thread of the test or in a process."""
+"""A worker without a model: what an executor says to the coordinator."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 from lightning_recycle.control.client import ControlClient, Interrupted
@@ -74,16 +73,3 @@ class Member:
     def apply(self) -> None:
         self.client.send(Applied(self.client.rank, self.version, {"F": 0.5}))
         self.version, self.reduced = self.version + 1, False
-
-
-def train(address: tuple[str, int], authkey: bytes, rank: int, stages: int, steps: int, pause: float) -> None:
-    """The life of a process, which writes a line for everything that happens."""
-    client = ControlClient(rank, address, authkey, 0.05)
-    print("hello", flush=True)
-    member = Member(client, stages).join()
-    for _ in range(steps):
-        member.step()
-        print("step", member.version, flush=True)
-        time.sleep(pause)
-    print("answer", sorted(client.arrive("end", rank)), flush=True)
-    time.sleep(60)

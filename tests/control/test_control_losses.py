@@ -1,39 +1,21 @@
-"""Losses over real sockets, by whatever they are noticed; disturbances; silent workers; workers that are processes."""
+"""Losses over real sockets, by whatever they are noticed; disturbances; silent workers."""
 
 import contextlib
 import os
-import signal
-import socket
-import time
 from collections.abc import Mapping
 from multiprocessing.connection import wait
 from typing import Any
 
 import pytest
-from control_plane import GRID, SILENCE, ControlPlane, beat, die, fake_schedule, in_thread, together
+from control_plane import SILENCE, ControlPlane, beat, die, in_thread, together
 from control_worker import Member
-from support.forked import ForkedProcess
-from support.waiting import PATIENCE, next_line
+from support.waiting import PATIENCE
 
-from lightning_recycle.control.client import EXIT_LOST_COORDINATOR, EXIT_RAISED, EXIT_STOPPED
+from lightning_recycle.control.client import EXIT_RAISED, EXIT_STOPPED
 from lightning_recycle.control.options import HeartbeatTimeouts, RecoveryOptions
 from lightning_recycle.control.protocol.messages import Alive, Broken, Crash, Hello, Regroup, Stop
 from lightning_recycle.control.protocol.state import Crashed, Failed, StageLost
 from lightning_recycle.errors import ControlPlaneError
-from lightning_recycle.planning.grid import Worker
-from lightning_recycle.planning.program import Programs
-
-
-def test_a_process_exit_is_a_loss_with_its_cause(plane):
-    members = plane.members()
-    die(plane, members[3], "it exited with code 1")
-    together(*(member.step for member in members[:3]))
-    (failure,) = plane.events("failure")
-    assert (failure.worker, failure.details["cause"]) == ((1, 1), "it exited with code 1")
-    assert (failure.host, failure.pid) == (socket.gethostname(), os.getpid())
-    assert all(m.resumes[-1].roster == (0, 1, 2) for m in members[:3])
-    programs = Programs(fake_schedule(frozenset({Worker(1, 1)})))
-    assert [m.resumes[-1].program for m in members[:3]] == [programs.of(GRID.worker(rank)) for rank in range(3)]
 
 
 def arrive_and_step(member: Member) -> Mapping[int, Any]:
@@ -154,9 +136,6 @@ def test_a_worker_that_does_not_stop_for_a_regroup_is_evicted():
 # ---------------------------------------------------------------------- silent workers
 
 
-CONNECTION_BROKE = "its connection to the coordinator broke"
-
-
 @pytest.mark.parametrize("beats", [1, 0], ids=["after a heartbeat", "before its first heartbeat"])
 def test_a_silent_worker_is_evicted_and_killed(strict, beats):
     silent = strict.connection()
@@ -197,6 +176,8 @@ def test_replicas_that_are_all_silent_are_waited_for_until_their_bound_and_the_r
         outcome = plane.coordinator.wait(PATIENCE)
         cause = f"it was silent for more than 1 s; it was given 3 s because {why}"
         assert outcome == StageLost(1, {1: cause, 3: cause})
+        assert all(members[rank].client.exited.wait(PATIENCE) for rank in (0, 2))
+        assert {members[rank].client.exit_code for rank in (0, 2)} == {EXIT_STOPPED}
 
 
 def test_a_worker_that_stops_in_the_middle_of_a_message_is_evicted_and_the_others_go_on(strict):
@@ -209,73 +190,6 @@ def test_a_worker_that_stops_in_the_middle_of_a_message_is_evicted_and_the_other
         assert strict.members(0, 1, 2)[0].client.member.roster == (0, 1, 2)
     finally:
         connection.close()  # lets a coordinator that is stuck go on
-
-
-# ---------------------------------------------------------------------- processes
-
-
-@pytest.fixture(scope="module")
-def forks() -> None:
-    """The fork server has done its imports, for which workers that are to start do not wait."""
-    assert ForkedProcess(print).wait(600) == 0
-
-
-def line(child: ForkedProcess) -> str:
-    return str(next_line(child).strip())
-
-
-@pytest.mark.usefixtures("forks")
-def test_a_killed_process_is_noticed_by_its_connection_and_the_others_finish(plane):
-    children = [plane.child(rank, steps=30, pause=0.02) for rank in range(4)]
-    assert line(children[1]) == "hello"
-    assert line(children[1]) == "step 1"
-    children[1].send_signal(signal.SIGKILL)
-    children[1].wait(10)
-    for rank in (0, 2, 3):
-        lines = [line(children[rank]) for _ in range(32)]
-        assert lines == ["hello", *(f"step {n}" for n in range(1, 31)), "answer [0, 2, 3]"]
-    (failure,) = plane.events("failure")
-    assert (failure.worker, failure.details["cause"]) == ((0, 1), CONNECTION_BROKE)
-    steps = [event.step for event in plane.events("step")]
-    assert steps == list(range(30)), "every step once, in order"
-
-
-@pytest.mark.usefixtures("forks")
-def test_a_stopped_process_is_evicted_for_its_silence_and_ends_when_it_wakes():
-    # A process that starves on a busy machine is not silent for so long.
-    with ControlPlane(heartbeat=HeartbeatTimeouts(4.0)) as plane:
-        children = [plane.child(rank, steps=5, pause=0.1) for rank in range(4)]
-        assert [line(children[3]) for _ in range(2)] == ["hello", "step 1"]
-        children[3].send_signal(signal.SIGSTOP)
-        for rank in (0, 1, 2):
-            assert [line(children[rank]) for _ in range(7)][-1] == "answer [0, 1, 2]"
-        assert plane.processes[3].killed.is_set()
-        assert "silent" in plane.events("failure")[0].details["cause"]
-        children[3].send_signal(signal.SIGCONT)
-        assert children[3].wait(10) == EXIT_LOST_COORDINATOR
-
-
-@pytest.mark.usefixtures("forks")
-def test_processes_end_when_the_coordinator_is_gone(plane):
-    children = [plane.child(rank, steps=1) for rank in range(4)]
-    for child in children:
-        assert [line(child) for _ in range(2)] == ["hello", "step 1"]
-    plane.coordinator.close()
-    started = time.monotonic()
-    assert [child.wait(10) for child in children] == [EXIT_LOST_COORDINATOR] * 4
-    assert time.monotonic() - started < 2.0
-    plane.coordinator.close = lambda: None
-
-
-@pytest.mark.usefixtures("forks")
-def test_processes_end_when_they_are_told_to_stop(plane):
-    children = [plane.child(rank, steps=1000, pause=0.01) for rank in range(4)]
-    assert [line(child) for child in children] == ["hello"] * 4
-    plane.until(lambda: plane.events("resumed"))
-    for rank in (1, 3):
-        children[rank].kill()
-    assert plane.coordinator.wait(PATIENCE) == StageLost(1, dict.fromkeys((1, 3), CONNECTION_BROKE))
-    assert [children[rank].wait(10) for rank in (0, 2)] == [EXIT_STOPPED] * 2
 
 
 def test_a_worker_that_joins_after_the_end_is_told_so(plane):
