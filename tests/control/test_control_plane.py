@@ -1,19 +1,17 @@
-"""Coordinator and clients over real sockets: the ordinary course, what is recorded and planned, and strangers."""
+"""Coordinator and clients over real sockets: the ordinary course, what is recorded and planned."""
 
-import os
 import threading
 import time
 from dataclasses import replace
 from functools import partial
 
 import pytest
-from control_plane import GRID, ControlPlane, beat, die, fake_schedule, in_thread, together
+from control_plane import GRID, ControlPlane, die, fake_schedule, in_thread, together
 from control_worker import Payload
 from support.waiting import PATIENCE
 
 from lightning_recycle.control.client import Interrupted, unpack
-from lightning_recycle.control.network.connection import Refused, connect
-from lightning_recycle.control.protocol.messages import Broken, FaultInjected, Losses
+from lightning_recycle.control.protocol.messages import FaultInjected
 from lightning_recycle.control.protocol.state import RESULT, Finished
 from lightning_recycle.errors import ControlPlaneError
 from lightning_recycle.planning.grid import Worker
@@ -39,21 +37,6 @@ def test_commits_wait_for_everybody_and_bring_one_payload_of_each_stage(plane):
     last = members[3].client.commit(0, Payload(3))
     assert last == {0: Payload(0), 1: Payload(1)}
     assert all(future.result(PATIENCE) == last for future in early)
-
-
-def test_collectives_answer_everybody_with_the_payloads_of_all(plane):
-    members = plane.members()
-    for number in range(20):
-        answers = together(*(partial(m.client.arrive, f"round {number}", (number, m.client.rank)) for m in members))
-        assert all(answer == {rank: (number, rank) for rank in range(4)} for answer in answers)
-
-
-def test_payloads_of_5_megabytes_reach_everybody(plane):
-    members = plane.members()
-    large = os.urandom(5_000_000)
-    answers = together(*(lambda m=m: m.client.arrive("state", (m.client.rank, large)) for m in members))
-    for answer in answers:
-        assert answer == {rank: (rank, large) for rank in range(4)}
 
 
 def test_results_stay_with_the_coordinator_and_end_the_run(plane):
@@ -144,33 +127,5 @@ def test_waiting_for_what_nobody_publishes_is_interrupted_by_a_loss(plane):
         waiting.result(PATIENCE)
 
 
-def test_the_mean_loss_of_a_step_is_known_to_all_when_all_its_parts_are(plane):
-    members = plane.members()
-    waiting = [in_thread(member.client.await_loss, 0) for member in members]
-    members[1].client.send(Losses(1, 0, {0: 1.0}))
-    members[3].client.send(Losses(3, 0, {1: 4.0}))
-    assert [future.result(PATIENCE).loss for future in waiting] == [2.5] * 4
-
-
 def test_closing_before_the_start_is_harmless():
     ControlPlane().close()
-
-
-# ---------------------------------------------------------------------- strangers
-
-
-def test_a_stranger_without_the_key_is_refused_and_the_service_goes_on(plane):
-    for _ in range(3):
-        with pytest.raises((Refused, ConnectionError)):
-            connect(plane.coordinator.address, b"another key of a run")
-    assert len(plane.members()) == 4
-
-
-def test_a_connection_with_the_key_that_does_not_introduce_itself_is_ignored(plane):
-    connection = plane.connection()
-    beat(connection, 0)
-    connection.send(Broken(0, 0, "not mine to say"))
-    members = plane.members()
-    together(*(member.step for member in members))
-    plane.until(lambda: plane.events("step"))
-    assert [event.kind for event in plane.coordinator.history] == ["resumed", "regrouped", "step"]

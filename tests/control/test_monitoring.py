@@ -2,6 +2,7 @@
 
 import contextlib
 import http.client
+import importlib.util
 import json
 import os
 import re
@@ -13,7 +14,6 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -232,6 +232,9 @@ def test_no_run_is_healthy_and_not_ready(runtime: Path) -> None:
     with shown(None) as port:
         assert get(port, "/healthz")[0] == 200
         assert get(port, "/readyz")[0] == get(port, "/status")[0] == 503
+        metrics = get(port, "/metrics")[1].splitlines()
+    if importlib.util.find_spec("prometheus_client"):
+        assert [line for line in metrics if not line.startswith("#")] == ["recycle_up 0.0"]
 
 
 def test_only_reading_is_possible(plane: ControlPlane, runtime: Path) -> None:
@@ -483,26 +486,6 @@ def test_watching_waits_for_a_start_and_for_a_run_that_is_too_busy_to_answer(
     ]
 
 
-def test_of_several_runs_one_is_watched(plane: ControlPlane, runtime: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with shown(plane, http=False), shown(plane, "other.py", http=False):
-        assert status_command.main(["--watch"]) == 2
-    assert "--watch shows one run, and there are 2: give one of the ids" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("typed", "answer"),
-    [
-        ("0", "--watch 0: give a number of seconds, more than 0."),
-        ("inf", "--watch inf: give a number of seconds, more than 0."),
-        ("soon", "--watch soon: give a number of seconds, more than 0."),
-        ("host:80", "--watch host:80: give the address before it: recycle-status host:80 --watch."),
-    ],
-)
-def test_what_watch_is_to_be_is_said_by_what_it_is(typed: str, answer: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert status_command.main(["--watch", typed]) == 2
-    assert capsys.readouterr().err == f"recycle-status: {answer}\n"
-
-
 def test_what_a_killed_process_left_is_removed(runtime: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); s.listen()"
     runtime.mkdir(mode=0o700)
@@ -539,23 +522,26 @@ def test_the_command_starts_quickly_and_without_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("address", "reason"),
+    ("arguments", "status", "reason"),
     [
-        ("127.0.0.1:1", "Connection refused: was it started with --http or RECYCLE_HTTP?"),
-        ("99999999", "no run in process"),
+        (["--watch", "0"], 2, "--watch 0: give a number of seconds, more than 0.\n"),
+        (["--watch", "inf"], 2, "--watch inf: give a number of seconds, more than 0.\n"),
+        (["--watch", "soon"], 2, "--watch soon: give a number of seconds, more than 0.\n"),
+        (["--watch", "host:80"], 2, "--watch host:80: give the address before it: recycle-status host:80 --watch.\n"),
+        (["--watch"], 2, "--watch shows one run, and there are 2: give one of the ids"),
+        (["127.0.0.1:1"], 1, "Connection refused: was it started with --http or RECYCLE_HTTP?"),
+        (["99999999"], 1, "no run in process"),
+        (["nowhere"], 2, "'nowhere' is not an address: give host:port"),
+        (["10.0.0.1:http"], 2, "'10.0.0.1:http' is not an address: give host:port"),
+        (["10.0.0.1:99999"], 2, "'10.0.0.1:99999' is not an address: give host:port"),
     ],
 )
-def test_an_address_where_nothing_is_ends_with_1_and_says_so(
-    address: str, reason: str, runtime: Path, capsys: pytest.CaptureFixture[str]
+def test_what_cannot_be_shown_is_refused(
+    arguments: list[str], status: int, reason: str, runtime: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert status_command.main([address]) == 1
+    with shown(None, http=False), shown(None, "other.py", http=False):
+        assert status_command.main(arguments) == status
     assert reason in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("address", ["nowhere", "10.0.0.1:http", "10.0.0.1:99999"])
-def test_what_is_no_address_is_bad_input(address: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert status_command.main([address]) == 2
-    assert f"{address!r} is not an address: give host:port" in capsys.readouterr().err
 
 
 def test_a_server_of_something_else_is_no_coordinator(capsys: pytest.CaptureFixture[str]) -> None:
@@ -625,13 +611,6 @@ def test_the_metrics_are_what_the_package_s_own_parser_reads(plane: ControlPlane
     assert samples["recycle_failures_total",] == 0
     assert len([name for name, *_ in samples if name == "recycle_worker_seconds_total"]) == 9
     assert status["phase"] == "training"
-
-
-def test_the_metrics_of_no_run_say_that_there_is_none(runtime: Path) -> None:
-    pytest.importorskip("prometheus_client", reason="the extra 'metrics' is not installed")
-    with shown(None) as port, urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as response:
-        lines = response.read().decode().splitlines()
-    assert [line for line in lines if not line.startswith("#")] == ["recycle_up 0.0"]
 
 
 # ---------------------------------------------------------------------- recycle-coordinator

@@ -107,27 +107,6 @@ def test_every_promise_holds_in_a_sample_of_histories_which_meets_every_kind_of_
     assert not {kind for kind in MEETS if not met[kind]}
 
 
-@over(SAMPLE_OF_VARIANTS)
-def test_a_run_that_is_told_to_end_does_so_after_one_step_with_all_workers(histories: range) -> None:
-    met = play(histories, ends=True)
-    assert met["Ended"] > len(histories) / 3
-
-
-@pytest.mark.parametrize("ends", [False, True])
-@over(SAMPLE_OF_VARIANTS)
-def test_workers_that_want_to_stop_all_stop_at_the_same_place(histories: range, ends: bool) -> None:
-    met = play(histories, ends=ends, stops=True)
-    assert met["stopped at once"] > len(histories) / 20
-    assert met["stop_requested"] > len(histories) / 20
-
-
-@pytest.mark.parametrize("kills", [False, True])
-@over(SAMPLE_OF_VARIANTS)
-def test_a_generation_whose_plan_takes_long_goes_on_as_if_its_last_report_had(histories: range, kills: bool) -> None:
-    met = play(histories, kills=kills, plans_late=True)
-    assert met["held"] > len(histories) / 2
-
-
 KILLS_AND_STOPS = {"kills": True, "stops": True, "plans_late": True}
 
 MEETS_WHEN_KILLED = {
@@ -154,47 +133,37 @@ def test_every_promise_holds_when_the_coordinator_is_killed_at_any_moment(histor
     assert bool(met["StopVerdict told again"]) == stops
 
 
-@pytest.mark.parametrize("kills", [False, True])
+VARIANTS: list[tuple[str, dict[str, bool], dict[str, float]]] = [
+    ("all end after one step", {"ends": True}, {"Ended": 1 / 3}),
+    ("workers stop at the same place", {"stops": True}, {"stopped at once": 1 / 20, "stop_requested": 1 / 20}),
+    ("all stop or end", {"ends": True, "stops": True}, {"stopped at once": 1 / 20, "stop_requested": 1 / 20}),
+    *(
+        (f"{name}{' and kills' * kills}", {"kills": kills, **options}, shares)
+        for kills in (False, True)
+        for name, options, shares in (
+            ("a plan takes long", {"plans_late": True}, {"held": 1 / 2}),
+            ("a checkpoint is complete or given up once for all", {"saves": True}, {
+                **dict.fromkeys(("rejoined", "save complete", "save given up", "save asked for again"), 0),
+                "Finished": 1 / 2, "save without a name": 0,
+            }),
+            ("layers move", {"layouts": True}, {"layers_moved": 1 / 20, "layers under way": 1 / 20}),
+            ("few have micro-batches and links break", {"idle": True}, {"cut": 1 / 2, "disturbance": 1 / 5}),
+            ("nobody keeps a wrong result", {"checks": True}, {"evicted after an error": 1 / 10}),
+            ("who joins has other values", {"strays": True}, {"dismissed": 1 / 10, "miscopied": 1 / 50}),
+        )
+    ),
+]  # fmt: skip
+"""What histories have, and in which share of them what must be met, or they say nothing about it."""
+
+
+@pytest.mark.parametrize(("options", "shares"), [each[1:] for each in VARIANTS], ids=[name for name, *_ in VARIANTS])
 @over(SAMPLE_OF_VARIANTS)
-def test_a_checkpoint_is_complete_or_given_up_once_for_all(histories: range, kills: bool) -> None:
-    met = play(histories, saves=True, kills=kills)
-    assert met["Finished"] > len(histories) / 2
-    met_all = ("rejoined", "save complete", "save given up", "save asked for again", "save without a name")
-    assert all(met[kind] for kind in met_all)
-
-
-@pytest.mark.parametrize("kills", [False, True])
-@over(SAMPLE_OF_VARIANTS)
-def test_every_promise_holds_when_layers_move(histories: range, kills: bool) -> None:
-    met = play(histories, kills=kills, layouts=True)
-    assert met["layers_moved"] > len(histories) / 20
-    assert met["layers under way"] > met["layers_moved"], "none was undone"
-    assert met["stranger"] or not histories.start, "rare"
-
-
-@pytest.mark.parametrize("kills", [False, True])
-@over(SAMPLE_OF_VARIANTS)
-def test_every_promise_holds_when_most_workers_have_no_microbatches_and_links_break(
-    histories: range, kills: bool
-) -> None:
-    met = play(histories, kills=kills, idle=True)
-    assert met["cut"] > len(histories) / 2
-    assert met["disturbance"] > len(histories) / 5
-
-
-@pytest.mark.parametrize("kills", [False, True])
-@over(SAMPLE_OF_VARIANTS)
-def test_no_stage_keeps_what_it_made_of_a_wrong_result(histories: range, kills: bool) -> None:
-    met = play(histories, kills=kills, checks=True)
-    assert met["evicted after an error"] > len(histories) / 10
-
-
-@pytest.mark.parametrize("kills", [False, True])
-@over(SAMPLE_OF_VARIANTS)
-def test_a_worker_that_joins_with_other_values_goes_and_nothing_of_it_is_kept(histories: range, kills: bool) -> None:
-    met = play(histories, kills=kills, strays=True)
-    assert met["dismissed"] > len(histories) / 10
-    assert met["miscopied"] > len(histories) / 50
+def test_every_promise_holds_when(histories: range, options: dict[str, bool], shares: dict[str, float]) -> None:
+    met = play(histories, **options)
+    assert not {kind for kind, share in shares.items() if met[kind] <= share * len(histories)}
+    if "layouts" in options:
+        assert met["layers under way"] > met["layers_moved"], "none was undone"
+        assert met["stranger"] or not histories.start, "rare"
 
 
 @pytest.mark.parametrize(
