@@ -362,6 +362,9 @@ class NaiveRecycle(Naive):
         return self.running(dict(zip(workers, places, strict=True)))
 
     def running(self, places):
+        if not self.policy.adaptive:
+            way = self.pipelines((0,) * (len(places) // self.model.stages))
+            return way and replace(way, layout=places)
         counts = Counter(place.stage for place in places.values())
         step = self.step(tuple(self.grid.lanes - counts[stage] for stage in range(self.model.stages)))
         return Way(places, step.period, self.model.global_batch, step.fill, step.lead)
@@ -404,7 +407,7 @@ class NaiveRecycle(Naive):
                 sent[min((p for p in old.values() if p.stage == place.stage), key=lambda p: (sent[p], p))] += 1
         transfer = max(sent.values(), default=0) * self.one_copy()
         pauses = self.regrouping(len(self.live), failed, transfer)
-        return Answer(self.running(held), pauses, "step" if failed else "now")
+        return Answer(self.running(held), pauses, "step" if failed else "now", layout=held)
 
 
 class NaiveElastic(NaiveRecycle):

@@ -12,7 +12,6 @@ from lightning_recycle.simulation.policy import (
     best_interval,
     checkpoint_costs,
 )
-from lightning_recycle.simulation.recycle_and_common_policies import assemble_teams
 
 MEDIUM, LARGE = sim.get_model("gpt3_medium"), sim.get_model("gpt3_6_7b")
 KINDS = (
@@ -48,16 +47,6 @@ def test_without_failures_policies_with_the_same_schedule_are_equally_fast(sched
         assert found[0] > 1.1 * 5.33
         merge = run(sim.Merge(schedule="planned", checkpoint="memory"), [])
         assert merge.throughput == pytest.approx(run(sim.FaultFree("planned"), []).throughput)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_planned_schedule_helps_every_policy(kind) -> None:
-    outages = [sim.Outage(600.0, (3,)), sim.Outage(1500.0, (17,))]
-    slow, fast = (
-        run(kind(schedule=schedule, effort=0), outages, MEDIUM, extra=1 if kind is sim.Spares else 0).throughput
-        for schedule in ("1f1b", "planned")
-    )
-    assert fast > slow
 
 
 def test_re_routing_within_1f1b_has_neither_split_backward_nor_staggered_optimizer() -> None:
@@ -104,23 +93,6 @@ def test_a_formula_is_about_as_good_as_the_best_interval_tried(rule) -> None:
     assert min(tried) < max(tried) - 0.05
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_checkpoint_that_stops_training_stops_it_under_every_policy(kind) -> None:
-    policy = kind(checkpoint="synchronous", checkpoint_every="10min")
-    result = run(policy, [], MEDIUM, extra=1 if kind is sim.Spares else 0)
-    stalls = [i for i in result.intervals if i.label == "checkpoint"]
-    assert len(stalls) == 5
-    assert stalls[0].end - stalls[0].begin == pytest.approx(MEDIUM.transformer.state_bytes() / 1e9)
-
-
-def test_the_loss_of_a_whole_stage_costs_all_policies_a_restart_and_the_load() -> None:
-    stage = tuple(LARGE.grid.stages * d + 1 for d in range(4))
-    for kind in (sim.Recycle, sim.Merge, sim.Restart, sim.Oobleck, sim.Varuna):
-        found = paused(run(kind(effort=0, restart=100.0), [sim.Outage(1900.0, stage)]))
-        assert found["restart"] == pytest.approx(100.0), kind
-        assert found["load"] == pytest.approx(LARGE.transformer.state_bytes() / 1e9), kind
-
-
 # -- recoveries -------------------------------------------------------------------------------------------------------
 
 
@@ -130,18 +102,6 @@ def test_agreement_takes_what_was_measured_and_grows_with_the_cluster() -> None:
     found = [agreement_seconds(workers) for workers in (1, 32, 64, 300, 1536, 4096, 16384)]
     assert found == sorted(found)
     assert agreement_seconds(0) == 0.0
-
-
-def test_a_recovery_takes_longer_in_a_larger_cluster() -> None:
-    def recovery(pipelines):
-        model = sim.get_model("gpt3_medium", pipelines=pipelines, global_batch=pipelines * 8, throughput=None)
-        found = paused(run(sim.Merge(checkpoint="memory"), [sim.Outage(600.0, (3,))], model))
-        return found["detect"] + found["agree"] + found["regroup"]
-
-    seconds = [recovery(pipelines) for pipelines in (16, 128, 1024)]
-    assert seconds[0] == pytest.approx(5.0 + 0.008 + 0.06 + 5.0 + 32 * 0.0025, abs=0.01)
-    assert seconds == sorted(seconds)
-    assert seconds[-1] > 16
 
 
 @pytest.mark.parametrize("kind", [sim.Recycle, sim.Merge, sim.DropReplica, sim.Oobleck])
@@ -183,36 +143,3 @@ def test_impossible_settings_are_refused(settings, message) -> None:
 
 
 # -- merge ------------------------------------------------------------------------------------------------------------
-
-
-def test_merging_keeps_the_batch_on_as_many_pipelines_as_the_live_workers_make() -> None:
-    for count in (1, 3, 8, 9, 13):
-        outages = [sim.Outage(100.0 * (n + 1), ((7 * n) % 32,)) for n in range(count)]
-        last = run(sim.Merge(checkpoint="memory"), outages, duration="2h").intervals[-1]
-        pipelines = 4 - -(-count // 8)
-        assert last.gpus == 8 * pipelines
-        # 128 micro-batches on 3 pipelines: 43, 43 and 42.
-        steps = sim.simulate(
-            sim.get_model("gpt3_6_7b", pipelines=1, global_batch=-(-128 // pipelines), throughput=None,
-                          efficiency=LARGE.efficiency),
-            sim.Cluster(8), sim.FaultFree(), sim.Scripted(), "1h",
-        )  # fmt: skip
-        assert last.throughput == pytest.approx(128 * steps.throughput / -(-128 // pipelines), rel=0.02)
-
-
-def test_merging_is_having_no_spares() -> None:
-    source = sim.Poisson("20min", repair="2h")
-    merge, spares = (
-        sim.simulate(LARGE, sim.Cluster.of(LARGE), policy, source, "12h", 3) for policy in (sim.Merge(), sim.Spares(0))
-    )
-    assert merge.samples == spares.samples
-
-
-def test_a_worker_that_fills_the_gap_of_its_own_stage_copies_nothing() -> None:
-    before = ((0, 1, 2), (3, 4, 5), (6, 7, 8))
-    # Pipelines 0 and 1 lose stages 1 and 0: worker 4 has the state of stage 1.
-    assert assemble_teams(before, set(range(9)) - {1, 3}, 3, 3) == (((0, 4, 2), (6, 7, 8)), 0)
-    # Both lose stage 1: one of another stage must copy.
-    assert assemble_teams(before, set(range(9)) - {1, 4}, 3, 3) == (((0, 3, 2), (6, 7, 8)), 1)
-    # An idle worker has an old state.
-    assert assemble_teams(before, {0, 2, 3, 4, 5, 6, 7, 8, 9}, 3, 3) == (((0, 9, 2), (3, 4, 5), (6, 7, 8)), 1)

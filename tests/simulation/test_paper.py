@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_recycle.planning import Costs, Grid, Problem, Technique, Worker
-from lightning_recycle.simulation import Bamboo, Cluster, Oobleck, Poisson, Recycle, Spares, get_model, repeat
+from lightning_recycle.simulation import Bamboo, Cluster, Oobleck, Poisson, Recycle, get_model, repeat
 from lightning_recycle.simulation.policy import planned_step
 from lightning_recycle.simulation.training_model import one_f_one_b_seconds
 
@@ -65,19 +65,3 @@ def test_a_large_grid_hides_a_failure_from_both_baselines():
     )
     assert adaptive > split_backward > staggered
     assert staggered <= zero_bubble(16, 48) < one_f_one_b_seconds(Costs.uniform(16), 48)
-
-
-def test_more_failures_and_fewer_spares_cost_more():
-    model = get_model("gpt3_3_35b")
-    ratios = [
-        repeat(model, Cluster.of(model), RECYCLE, Poisson(interval, repair="4h"), "1d", range(5)).ratio
-        for interval in ("12h", "2h", "30min")
-    ]
-    assert ratios == sorted(ratios, reverse=True)
-    ratios = [
-        repeat(
-            model, Cluster.of(model, extra_nodes=spares), Spares(spares), Poisson("2h", repair="4h"), "1d", range(5)
-        ).ratio
-        for spares in (0, 1, 2, 4)
-    ]
-    assert ratios == sorted(ratios)

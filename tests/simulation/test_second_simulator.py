@@ -17,6 +17,7 @@ POLICIES = [
     simulation.Recycle(**COMMON),
     simulation.Recycle(**COMMON, normalization=False, fault_free="1f1b"),
     simulation.Recycle(**COMMON, schedule="1f1b", checkpoint="memory", checkpoint_every=50.0),
+    simulation.Recycle(**COMMON, schedule="1f1b", adaptive=False),
     simulation.Merge(**COMMON),
     simulation.Merge(**COMMON, **SYNC, schedule="planned"),
     simulation.Spares(2, **COMMON, schedule="planned"),

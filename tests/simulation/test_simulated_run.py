@@ -45,13 +45,6 @@ def timeline(result):
 LESS = replace(STEADY, label="less", gpus=31, useful_gpu_seconds=232.5)
 
 
-def test_without_events_steps_follow_each_other():
-    result = run({}, [], duration=95.0)
-    assert result.samples == pytest.approx(950)
-    assert parts(result) == {"useful": 95 * 24, "bubble": 95 * 8}
-    assert timeline(result) == [(0, 95, "training", "steady")]
-
-
 def test_a_failure_loses_the_step_in_progress_and_pauses():
     answer = Reaction(LESS, (Downtime("detect", 3.0), Downtime("regroup", 4.0)), Loss.STEP)
     result = run({(36.0, "down"): answer}, [sim.Outage(36.0, (5,))])
@@ -73,123 +66,11 @@ def test_a_failure_loses_the_step_in_progress_and_pauses():
     }
 
 
-def test_a_checkpoint_loss_goes_back_over_pauses_and_configurations():
-    # Checkpoints at the ends of steps, every 20 s, 1 s each: complete at 21 and 42.
-    first = replace(STEADY, checkpoint_every=20.0, checkpoint_seconds=1.0)
-    again = replace(LESS, checkpoint_every=20.0, checkpoint_seconds=1.0)
-    answers = {
-        (55.0, "down"): Reaction(again, (Downtime("regroup", 2.0),), Loss.STEP),
-        (61.0, "down"): Reaction(
-            replace(again, gpus=30, useful_gpu_seconds=225.0), (Downtime("load", 9.0),), Loss.CHECKPOINT
-        ),
-    }
-    result = run(answers, [sim.Outage(55.0, (0,)), sim.Outage(61.0, (1,))], first=first)
-    assert timeline(result) == [
-        (0, 20, "training", "steady"),
-        (20, 21, "paused", "checkpoint"),
-        (21, 41, "training", "steady"),
-        (41, 42, "paused", "checkpoint"),
-        (42, 52, "lost", "steady"),
-        (52, 55, "lost", "steady"),
-        (55, 57, "paused", "regroup"),
-        (57, 61, "lost", "less"),
-        (61, 70, "paused", "load"),
-        (70, 90, "training", "less"),
-        (90, 91, "paused", "checkpoint"),
-        (91, 100, "training", "less"),
-    ]
-
-
-def test_a_repair_waits_for_the_end_of_the_step():
-    answers = {(0.0, "down"): None, (36.0, "up"): Reaction(STEADY, (Downtime("join", 2.0),), at_boundary=True)}
-    result = run(answers, [sim.Outage(0.0, (5,), 36.0)], first=LESS)
-    assert timeline(result) == [
-        (0, 36, "training", "less"),
-        (36, 40, "training", "less"),
-        (40, 42, "paused", "join"),
-        (42, 100, "training", "steady"),
-    ]
-    assert parts(result)["failed"] == 36
-    assert parts(result)["idle"] == 4
-    assert "redone" not in parts(result)
-
-
-@pytest.mark.parametrize(("lead", "boundary"), [(0.0, 40), (3.9, 40), (4.1, 50), (13.9, 50), (14.1, 60)])
-def test_a_repair_waits_for_the_end_of_the_newest_step_that_somebody_has_begun(lead, boundary):
-    overlapping = replace(LESS, lead_seconds=lead)
-    answers = {(0.0, "down"): None, (36.0, "up"): Reaction(STEADY, (Downtime("join", 2.0),), at_boundary=True)}
-    result = run(answers, [sim.Outage(0.0, (5,), 36.0)], first=overlapping)
-    assert timeline(result)[2] == (boundary, boundary + 2, "paused", "join")
-    assert "redone" not in parts(result)
-
-
-def test_a_step_goes_on_at_another_speed_where_a_policy_loses_nothing():
-    slow = replace(LESS, step_seconds=20.0)
-    result = run({(35.0, "down"): Reaction(slow)}, [sim.Outage(35.0, (5,))], duration=65.0)
-    # Half of the fourth step is done at 35; the other half takes 10 s; then one step until 65.
-    assert result.samples == pytest.approx(500)
-    lost = run({(35.0, "down"): Reaction(slow), (44.0, "down"): Reaction(replace(slow, gpus=30), lost=Loss.STEP)},
-               [sim.Outage(35.0, (5,)), sim.Outage(44.0, (6,))], duration=50.0)  # fmt: skip
-    assert next(interval.begin for interval in lost.intervals if interval.state is sim.State.LOST) == 30
-
-
-def test_an_alarm_rings_once_and_a_new_reaction_clears_it():
-    fast = replace(LESS, label="fast", step_seconds=8.0)
-    answers = {
-        (10.0, "down"): Reaction(LESS, lost=Loss.STEP, wake=25.0),
-        (35.0, "woken"): Reaction(fast, at_boundary=True),
-    }
-    result = run(answers, [sim.Outage(10.0, (5,))])
-    assert timeline(result)[-1] == (40, 100, "training", "fast")
-    assert [event.kind for event in result.events] == ["failure", "alarm"]
-    answers[20.0, "down"] = Reaction(replace(LESS, gpus=30, useful_gpu_seconds=225.0), lost=Loss.STEP)
-    result = run(answers, [sim.Outage(10.0, (5,)), sim.Outage(20.0, (6,))])
-    assert [event.kind for event in result.events] == ["failure", "failure"]
-
-
-def test_what_waits_for_the_end_of_a_step_does_not_outlive_the_node_it_rests_on():
-    asked = []
-
-    class Recorder(Script):
-        def react(self, context, current, trigger):
-            asked.append((trigger.time, trigger.down, trigger.up))
-            return super().react(context, current, trigger)
-
-    policy = Recorder({(36.0, "up"): Reaction(STEADY, at_boundary=True)}, LESS)
-    result = sim.simulate(
-        MODEL, CLUSTER, policy, sim.Scripted([sim.Outage(0.0, (5,), 36.0), sim.Outage(38.0, (5,))]), 100.0
-    )
-    assert asked == [(36.0, (), (5,)), (38.0, (5,), ())]
-    assert {interval.label for interval in result.intervals} == {"less"}
-
-
-def test_where_nothing_runs_all_live_gpus_are_idle():
-    from lightning_recycle.simulation.policy import stopped
-
-    result = run({(36.0, "down"): Reaction(stopped("too few"), lost=Loss.STEP)}, [sim.Outage(36.0, (5,))])
-    assert timeline(result)[-1] == (36, 100, "stopped", "too few")
-    assert parts(result)["idle"] == 64 * 31
-
-
 def test_a_policy_that_claims_impossible_work_is_found_out():
     with pytest.raises(PlanningError, match="impossible"):
         run({}, [], first=replace(STEADY, useful_gpu_seconds=321.0))
     with pytest.raises(PlanningError, match="impossible"):
         run({}, [sim.Outage(36.0, (5,))])  # it goes on with 32 GPUs of 31
-
-
-def test_nodes_that_are_down_from_the_start_interrupt_nothing():
-    result = sim.simulate(
-        MODEL, CLUSTER, sim.DropReplica(checkpoint="memory"), sim.Scripted([sim.Outage(0.0, (5,))]), "1h"
-    )
-    assert result.ratio == pytest.approx(15 / 16)
-    assert result.accounting.reconfiguring == 0
-
-
-def test_losses_explain_the_whole_difference_to_fault_free():
-    result = sim.simulate(MODEL, CLUSTER, sim.DropReplica(), sim.Poisson("30min"), "6h", 1)
-    assert sum(result.losses().values()) == pytest.approx(27.58 - result.throughput)
-    assert sim.simulate(MODEL, CLUSTER, sim.FaultFree(), sim.Poisson("30min"), "6h").throughput == pytest.approx(27.58)
 
 
 def test_a_cluster_must_hold_the_grid():

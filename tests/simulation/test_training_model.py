@@ -161,17 +161,3 @@ def test_the_first_step_after_a_stop_begins_with_empty_pipelines(staggered, step
     assert result.samples == pytest.approx(18 * (2 + 2 + (300 - again) / step))
     assert result.accounting.total == 6 * 300 * 10**9
     assert result.accounting.redone == (50 - 2 * step) * 6 * 10**9
-
-
-def test_a_rejoin_costs_what_a_failure_does_unless_said_otherwise():
-    model = measured(Costs.uniform(2))
-    result = simulation.simulate(
-        model,
-        simulation.Cluster.of(model),
-        simulation.Recycle(regroup=2.0),
-        simulation.Scripted([simulation.Outage(50.0, (5,), 100.0)]),
-        300.0,
-    )
-    failure, rejoin = [interval for interval in result.intervals if interval.label == "regroup"]
-    assert failure.end - failure.begin == pytest.approx(2.0 + 5 * 0.0025)
-    assert rejoin.end - rejoin.begin == pytest.approx(2.0 + 6 * 0.0025)
