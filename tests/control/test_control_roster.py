@@ -89,6 +89,8 @@ def test_what_is_left_of_a_position_ends_so_that_it_is_started_again():
         assert members[1].client.exit_code == EXIT_LOST_COORDINATOR
         (released,) = plane.events("released")
         assert released.worker == (0, 0)
+        states = [position.state.value for position in plane.coordinator.view().status.positions]
+        assert states == ["lost", "vacant", "live", "live"]
 
 
 def on_machines(plane: ControlPlane) -> list[Member]:

@@ -19,7 +19,6 @@ from lightning_recycle.control.network import connection as connection_module
 from lightning_recycle.control.network import listener as listener_module
 from lightning_recycle.control.network.connection import SCHEMA, Handshake, Refused, Role, VersionMismatch, connect
 from lightning_recycle.control.network.listener import _STRANGERS_PER_ADDRESS, Listener
-from lightning_recycle.control.protocol.messages import Hello
 from lightning_recycle.errors import ConfigurationError
 
 KEY = b"the key of the run"
@@ -39,13 +38,6 @@ def shake(worker: Handshake, coordinator: Handshake) -> None:
             coordinator.receive(to_coordinator) if to_coordinator else b"",
             worker.receive(to_worker) if to_worker else b"",
         )
-
-
-def test_two_sides_with_the_same_key_and_version_meet():
-    worker, coordinator = side(Role.WORKER), side(Role.COORDINATOR)
-    shake(worker, coordinator)
-    assert worker.done
-    assert coordinator.done
 
 
 @pytest.mark.parametrize("wrong", [Role.WORKER, Role.COORDINATOR])
@@ -156,18 +148,6 @@ def is_closed(stranger: socket.socket) -> bool:
     except TimeoutError:
         return False
     return True
-
-
-def test_a_worker_with_the_key_is_let_in_and_its_messages_arrive(doors):
-    door = open_door(doors)
-    worker = connect(door.listener.address, KEY)
-    assert door.woken.wait(10)
-    accepted = door.listener.accepted.get(timeout=10)
-    worker.send(Hello(3, 1))
-    assert wait_for(accepted.read)
-    assert accepted.inbox.take() == Hello(3, 1)
-    worker.close()
-    accepted.close()
 
 
 def test_a_stranger_that_says_a_byte_now_and_then_has_no_more_time_than_a_silent_one(doors, monkeypatch):

@@ -218,19 +218,6 @@ def test_nobody_is_missed_who_has_arrived_or_where_nobody_waits():
     assert mf.feed(mf.running(), beat(2, 9))[1] == []
 
 
-# ---------------------------------------------------------------------- the end
-
-
-def test_losing_the_last_replica_of_a_stage_ends_the_run_and_names_stage_and_causes():
-    state, commands = mf.feed(
-        mf.running(), s.Lost(1, "killed by SIGKILL"), *mf.reports((0, 2, 3), 1), s.Lost(0, "unrelated")
-    )
-    state, commands = mf.feed(state, s.Lost(3, "it was silent"))
-    assert commands[-1] == s.StageLost(1, {1: "killed by SIGKILL", 3: "it was silent"})
-    assert mf.messages(commands, m.Regroup) == []
-    assert len(mf.records(commands, "stage_lost")) == 1
-
-
 # ---------------------------------------------------------------------- leaders
 
 

@@ -145,15 +145,6 @@ def test_a_signal_that_is_sent_to_all_processes_is_left_to_the_one_that_asks(pro
     assert process.pid == first
 
 
-def test_a_process_that_died_while_nothing_was_asked_is_started_again(process):
-    process.ask(QUICK, WANTED)
-    first = process.pid
-    os.kill(first, signal.SIGKILL)
-    assert wait_for(lambda: not is_alive(first), PATIENCE)
-    process.ask(QUICK, WANTED)
-    assert process.pid != first
-
-
 def test_a_process_that_dies_each_time_is_not_started_for_ever(process, monkeypatch):
     monkeypatch.setattr(child_process, "_MOST_LOSSES", 2)
     for reason in ("exit code 3", "exit code 3", "it has ended 2 times"):

@@ -1,7 +1,6 @@
 """Positions of several processes: ranks and places, the roster, what is left of broken positions."""
 
 import pytest
-from control_plane import ControlPlane, die
 from hypothesis import given
 from hypothesis import strategies as st
 from membership_feed import feed
@@ -11,7 +10,7 @@ from lightning_recycle.control.options import difference, settle
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol import state as s
 from lightning_recycle.control.protocol.messages import WorkerStatus
-from lightning_recycle.planning.grid import Grid, Positions, Worker
+from lightning_recycle.planning.grid import Grid, Positions
 
 GRID = Grid(2, 1, 1)  # with two members, ranks 0 and 1 are position (0, 0), ranks 2 and 3 position (1, 0)
 
@@ -50,37 +49,9 @@ def running() -> s.MembershipState:
     return state
 
 
-def test_the_siblings_of_a_lost_member_are_released():
-    state, commands = feed(running(), s.Lost(1, "gone"))
-    assert state.roster.ranks == (2, 3)
-    assert [c.rank for c in commands if isinstance(c, s.Record) and c.kind == "released"] == [0]
-
-
-@pytest.mark.parametrize("other", [2, 3])
-def test_a_stage_is_lost_with_its_last_whole_position(other):
-    state, _ = feed(running(), s.Lost(1, "gone"), s.Lost(other, "gone, too"))
-    assert state.outcome == s.StageLost(0, {1: "gone", other: "gone, too"})
-
-
 def test_a_link_within_a_position_costs_one_of_its_members():
     _, commands = feed(running(), messages.Broken(0, 0, "reset", (1,)), s.GraceElapsed(0, "reset"))
     assert [c.rank for c in commands if isinstance(c, s.Evict)] == [1]
-
-
-# ---------------------------------------------------------------------- the coordinator
-
-
-def test_the_coordinator_releases_the_sibling_of_a_worker_that_ends_and_the_others_go_on():
-    with ControlPlane(GRID, of_position=2) as plane:
-        workers = plane.members()
-        die(plane, workers[1])
-        for rank in (2, 3):
-            half = workers[rank].client.member
-            plane.until(lambda half=half: half.is_interrupted and half.enter().roster == (2, 3))
-            workers[rank].client.send(report(rank, half.generation))
-        plane.until(lambda: plane.planner.asked[-1][0] == {Worker(0, 0)})
-        states = [position.state.value for position in plane.coordinator.view().status.positions]
-        assert states == ["vacant", "lost", "live", "live"]
 
 
 # ---------------------------------------------------------------------- who is given up

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 import pytest
-from membership_feed import all_losses, applied, feed, given, messages, report, reports, running_without_3
+from membership_feed import all_losses, applied, feed, messages, report, reports, running_without_3
 
 from lightning_recycle.control.protocol import messages as m
 from lightning_recycle.control.protocol import state as s
@@ -54,25 +54,6 @@ def joining_3(step: int = 2) -> s.MembershipState:
     return state
 
 
-# ---------------------------------------------------------------------- losses meanwhile
-
-
-STAGES_OF_A_PAUSE: dict[str, list[s.MembershipEvent]] = {
-    "when it is asked for": [],
-    "while some have answered": paused((0, 1), 1, 0),
-    "when the boundary is known": paused(THREE, 1, 0),
-    "while some are at the boundary": [*paused(THREE, 1, 0), *applied((0, 1), 0), *arrived((0, 1), 1, 1)],
-}
-
-
-@pytest.mark.parametrize("events", STAGES_OF_A_PAUSE.values(), ids=STAGES_OF_A_PAUSE)
-def test_a_loss_during_a_pause_cancels_it_and_it_is_asked_for_again_after_the_next_resume(events):
-    state, commands = feed(running_without_3(), m.Ready(3), *events, s.Lost(2, "gone"))
-    assert messages(commands, m.Regroup)[-1] == m.Regroup(2, (0, 1), 1), "worker 3 enters at a boundary only"
-    assert state.generation.pause is None
-    given(state).when(*reports((0, 1), 2)).then(m.Pause(2))
-
-
 # ---------------------------------------------------------------------- late and twice
 
 
@@ -108,21 +89,6 @@ def test_words_that_are_late_early_or_of_another_change_nothing(state, words):
 
 
 PLAN = s.PlanReady(THREE, "a plan", {"gain": 0.3})
-
-
-def test_another_plan_begins_at_a_step_that_nobody_has_begun_and_nobody_stops_there():
-    state, commands = feed(running_without_3(), PLAN)
-    assert commands == [s.Send(THREE, m.Pause(1, 0))]
-    state, commands = feed(state, *paused((0, 2), 1, 4))
-    assert commands == []
-    state, commands = feed(state, m.Paused(1, 1, 3))
-    assert commands == [s.Send(THREE, m.Boundary(1, 5), "a plan"), s.Record("replanned", 5, None, {"gain": 0.3})]
-    assert (state.generation.number, state.generation.pause, state.generation.plan, state.generation.regrouping) == (
-        1,
-        None,
-        None,
-        False,
-    )
 
 
 def test_a_newer_plan_replaces_one_that_has_not_begun():

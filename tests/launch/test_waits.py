@@ -16,13 +16,16 @@ PACKAGE, TESTS = Path(lightning_recycle.__file__).parent, Path(__file__).parents
 WAITS = {"_wait", "wait", "wait_for", "sleep", "recv", "poll"}
 """Names of functions that block."""
 
-COORDINATOR = "the coordinator; its loss, or a generation, ends it", "test_processes_end_when_the_coordinator_is_gone"
+COORDINATOR = (
+    "the coordinator; its loss, or a generation, ends it",
+    "test_a_worker_gives_up_a_coordinator_that_does_not_come_back",
+)
 BOUNDED = "time alone", ""
 
 ADDRESSEES: dict[str, tuple[str, str]] = {
     # what waits: whom it waits for, and a test in which that one dies or never answers
-    "control/client.py begin_step": ("all, to stop", "test_a_loss_during_a_pause_cancels_it_and_it_is_asked_for_again"
-                                     "_after_the_next_resume"),
+    "control/client.py begin_step": ("all, to stop", "test_a_replacement_joins_at_a_step_boundary_and_nothing"
+                                     "_is_redone"),
     "control/client.py wait_to_enter": COORDINATOR,
     "control/client.py _await_confirmation": COORDINATOR,
     "control/client.py await_assignment": COORDINATOR,
@@ -33,8 +36,8 @@ ADDRESSEES: dict[str, tuple[str, str]] = {
                                           "_evicted"),
     "control/client.py await_committed": ("all live workers", "test_a_loss_interrupts_a_commit_and_the_others_apply_the"
                                           "_step"),
-    "control/client.py await_loss": ("those that compute", "test_a_killed_process_is_noticed_by_its_connection_and_the"
-                                     "_others_finish"),
+    "control/client.py await_loss": ("those that compute", "test_a_worker_killed_from_outside_at_any_moment_changes"
+                                     "_nothing"),
     "control/client.py lookup": ("a publisher", "test_waiting_for_what_nobody_publishes_is_interrupted_by_a_loss"),
     "control/client.py _hiding_failures": ("all live workers", "test_arrive_survives_a_loss_in_the_middle"),
     "control/client.py enter_hook": ("its siblings", "test_a_kill_at_a_collective_of_a_hook"),
@@ -45,7 +48,7 @@ ADDRESSEES: dict[str, tuple[str, str]] = {
                                                 "test_files_are_those_that_callbacks_remember_whenever_a_writer_dies"),
     "control/client.py request_stop_and_wait": ("all workers", "test_a_worker_that_asks_by_its_own_clock_and_dies"
                                                 "_leaves_the_others_well"),
-    "control/client.py _wait": ("one of those above", "test_processes_end_when_the_coordinator_is_gone"),
+    "control/client.py _wait": COORDINATOR,
     "control/client.py _beat": BOUNDED,
     "launch/worker_group.py _watch_fork_server": BOUNDED,
     "launch/worker_group.py _run_worker": BOUNDED,
