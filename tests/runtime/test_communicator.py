@@ -175,13 +175,6 @@ def test_posted_receives_are_matched_by_tag_in_whatever_order_they_are_sent_and_
         assert_same(value, values[i])
 
 
-def test_ranks_with_gaps_reach_each_other(four):
-    four.regroup(1, 3)
-    four.members[3].start(tasks.receive, 1, [5], [5])
-    four.members[1].start(tasks.send, [torch.arange(3)], 3, [5])
-    assert_same(four.collect([four.members[3], four.members[1]])[0], [torch.arange(3)])
-
-
 @pytest.mark.parametrize(
     ("kind", "names"),
     [("too many tensors", "32 tensors"), ("unknown dtype", "uint16"), ("too many dimensions", "20 tensors")],
@@ -215,14 +208,6 @@ def test_a_sum_of_negative_zeros_is_a_negative_zero(four, dtype):
     four.regroup(0, 1, 2)
     for size in (10, 400_000):
         assert all(four.run(tasks.sum_of_negative_zeros, size, dtype, ranks=[0, 1, 2]))
-
-
-def test_stages_reduce_independently_of_each_other(four):
-    four.regroup(0, 1, 2, 3, stages=2)
-    results = four.run(tasks.all_reduce, 10, torch.float64)
-    assert torch.equal(results[0], results[2])
-    assert torch.equal(results[1], results[3])
-    assert not torch.equal(results[0], results[1])
 
 
 def test_broadcast_overwrites_with_the_tensor_of_a_rank_of_the_stage(four):

@@ -56,27 +56,6 @@ def test_nothing_is_written_before_a_step_needs_it():
     assert (copied, updated) == (0, sum(p.numel() for p in parameters))
 
 
-def test_begin_zeroes_every_gradient():
-    module = model()
-    gradients = GradientBuffers(list(module.parameters()), CPU)
-    gradients.begin(0)
-    module(torch.randn(4, 3)).sum().backward()
-    gradients.begin(0)
-    assert all(not buffer.any() for buffer in gradients.of_step(0))
-    assert all(not p.grad.any() for p in module.parameters())
-
-
-def test_views_do_not_overlap():
-    parameters = [nn.Parameter(torch.zeros(n)) for n in (1, 16, 17, 3)]
-    gradients = GradientBuffers(parameters, CPU)
-    gradients.begin(0)
-    for number, parameter in enumerate(parameters, 1):
-        parameter.grad.fill_(number)
-    for number, parameter in enumerate(parameters, 1):
-        assert torch.equal(parameter.grad, torch.full_like(parameter, number))
-    assert gradients.of_step(0)[0].sum().item() == 1 + 2 * 16 + 3 * 17 + 4 * 3
-
-
 def test_the_reduced_gradient_of_a_step_stays_while_the_next_step_accumulates():
     """A peer that lost its part of the all-reduce may still adopt it."""
     module = model()
@@ -94,23 +73,6 @@ def test_the_reduced_gradient_of_a_step_stays_while_the_next_step_accumulates():
     assert gradients.squared_norm(4) == pytest.approx(sum(parts))
     gradients.begin(6)
     assert not kept.any(), "two sets of buffers serve all steps"
-
-
-def test_each_dtype_has_one_buffer():
-    dtypes = [torch.bfloat16, torch.float64, torch.bfloat16]
-    gradients = GradientBuffers([nn.Parameter(torch.zeros(3, dtype=dtype)) for dtype in dtypes], CPU)
-    assert [buffer.dtype for buffer in gradients.of_step(0)] == [torch.bfloat16, torch.float64]
-
-
-def test_squared_norm_is_that_of_all_gradients_together():
-    parameters = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 2, dtype=torch.float64))]
-    gradients = GradientBuffers(parameters, CPU)
-    gradients.begin(0)
-    for parameter in parameters:
-        parameter.grad.fill_(2.0)
-    assert gradients.squared_norm(0) == pytest.approx(7 * 4.0)
-    norm = torch.nn.utils.get_total_norm([p.grad.double() for p in parameters])
-    assert math.sqrt(gradients.squared_norm(0)) == pytest.approx(norm.item())
 
 
 def test_frozen_parameters_are_left_alone():
@@ -320,19 +282,6 @@ def test_what_several_stages_hold_is_in_buckets_that_are_alike_in_all_of_them():
     assert first == [((), [1, 3]), ((0, 1), [4, 6]), ((0, 1), [2]), ((0, 2), [5])]
     second = of_stage("fxdb", b=(0, 1), d=(0, 1), f=(0, 1))
     assert second == [((), [24]), ((0, 1), [4, 6]), ((0, 1), [2])]
-
-
-def test_new_memory_has_the_same_layout():
-    parameters = [nn.Parameter(torch.zeros(3, dtype=d)) for d in (torch.float32, torch.float64, torch.float32)]
-    gradients = GradientBuffers(parameters, CPU, bucket_bytes=1)
-    gradients.begin(0)
-    before = gradients.buckets(0)
-    gradients.renew(0)
-    after = gradients.buckets(0)
-    assert [bucket.parameters for bucket in before] == [bucket.parameters for bucket in after]
-    assert not {b.buffer.data_ptr() for b in before} & {b.buffer.data_ptr() for b in after}
-    gradients.begin(0)
-    assert all(bucket.is_in_place for bucket in after)
 
 
 def buffers(lends_copies: bool) -> tuple[nn.Linear, GradientBuffers]:

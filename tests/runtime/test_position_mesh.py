@@ -179,40 +179,6 @@ def test_a_collective_without_a_generation_is_a_communication_error():
         assert "not connected" in message
 
 
-def aborted(position: Position, mesh: PositionMesh) -> tuple[float, float]:
-    """Member 1 does not come; the seconds until member 0 notices the end of the generation, and the error after it."""
-    model, device = sharded(mesh), Device()
-    cut = position.connect(mesh, 0, device)
-    seconds = 0.0
-    if mesh.member == 0:
-        moment: list[float] = []
-
-        def abort() -> None:
-            moment.append(time.monotonic())
-            for end in cut:
-                end.shutdown(socket.SHUT_RDWR)
-
-        threading.Timer(0.3, abort).start()
-        with pytest.raises(RuntimeError):
-            model(batch()).square().sum().backward()
-        seconds = time.monotonic() - moment[0]
-    else:
-        time.sleep(2.0)
-    position.connect(mesh, 1, device)
-    reference = blocks()
-    reference(batch()).square().sum().backward()
-    model.zero_grad()
-    model(batch()).square().sum().backward()
-    pairs = zip(model.parameters(), reference.parameters(), strict=True)
-    return seconds, max(float((full(p.grad) - full(q.grad)).abs().max()) for p, q in pairs)
-
-
-def test_a_wait_for_another_member_ends_when_the_generation_does():
-    found = Position((1, 2)).run(aborted)
-    assert found[0][0] < 1.5  # the other member comes after 1.7 s
-    assert all(error < 1e-12 for _, error in found)
-
-
 SCATTERED: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
     "one tensor": lambda group, mine, all_parts: group._reduce_scatter_base(mine, all_parts),
     "a list": lambda group, mine, all_parts: group.reduce_scatter([mine], [list(all_parts.chunk(2))]),

@@ -165,35 +165,6 @@ def test_forward_leaves_the_generator_of_the_process_alone():
         stage.forward(0, 0, torch.ones(4), split_backward=False)
 
 
-def test_interleaved_microbatches_do_not_disturb_each_other():
-    """F0 F1 B1 F2 W1 B0 B2 W2 W0, as a schedule may order them."""
-    expected = trained(build("linear"), [2], data(3), split_backward=False)
-    layers = build("linear")
-    first, last = cut(layers, [2])
-    batches = data(3)
-    losses = [0.0, 0.0, 0.0]
-
-    def forward(m: int) -> None:
-        output = last.forward(
-            STEP, m, copied(first.forward(STEP, m, batches[m][0], split_backward=True)), split_backward=True
-        )
-        losses[m] = last.loss(0, m, output, batches[m][1], 3).item()
-
-    def backward(m: int) -> None:
-        first.backward_input(m, last.backward_input(m, None))
-
-    def weights(m: int) -> None:
-        last.backward_weight(m)
-        first.backward_weight(m)
-
-    for operation, m in (
-        (forward, 0), (forward, 1), (backward, 1), (forward, 2), (weights, 1), (backward, 0), (backward, 2),
-        (weights, 2), (weights, 0),
-    ):  # fmt: skip
-        operation(m)
-    assert_close((losses, gradients(layers)), expected)
-
-
 def test_after_clear_a_step_can_run_again_with_the_same_result():
     layers = build("dropout")
     first, last = cut(layers, [2])
