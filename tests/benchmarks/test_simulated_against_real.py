@@ -113,24 +113,3 @@ def test_failures_and_rejoins_are_read_from_a_history():
     assert (absence.into_step, absence.seconds) == (pytest.approx(0.4), pytest.approx(2.6))
     assert found.stops == (pytest.approx((2.4, 4)), pytest.approx((5.5, 7)))
     assert found.undisturbed == (pytest.approx((1, 1)), pytest.approx((1.5,)), pytest.approx((1,)))
-
-
-def test_scenarios_differ_in_what_matters():
-    everything = [
-        scenario for scenario in simulated_against_real.SCENARIOS if scenario.split_backward and scenario.staggered
-    ]
-    assert len(simulated_against_real.SCENARIOS) >= 6
-    assert len(everything) >= 2
-    assert {scenario.techniques for scenario in simulated_against_real.SCENARIOS} == {
-        "adaptive",
-        "+ split backward",
-        "+ staggered",
-    }
-    assert len({scenario.grid for scenario in simulated_against_real.SCENARIOS}) >= 5
-    assert any(len(scenario.kills) == 2 for scenario in simulated_against_real.SCENARIOS)
-    assert any(scenario.costs is not None for scenario in simulated_against_real.SCENARIOS)
-    assert all(
-        fault.kind == "kill" and fault.at == "backward_input"
-        for s in simulated_against_real.SCENARIOS
-        for fault in s.faults
-    )

@@ -249,13 +249,6 @@ def test_bad_input_ends_with_one_line_and_exit_code_2(tmp_path):
     check_refused("recycle-plan", tmp_path, BAD)
 
 
-def test_the_plan_that_is_written_is_valid(tmp_path):
-    costs = ["costs.reduce=0.5", "costs.optimizer=0.2"]
-    plan(tmp_path, "failures=3", "memory.in_flight=4", *costs, "output=plan.json", "picture=gantt.svg")
-    planning.validate(planning.load_plan(tmp_path / "plan.json").schedule)
-    assert {file.name for file in tmp_path.iterdir()} == {"plan.json", "gantt.svg"}
-
-
 def test_forwards_are_computed_again_where_memory_is_short(tmp_path):
     arguments = ["grid.pipelines=3", "grid.stages=4", "grid.microbatches=6", "memory.in_flight=2"]
     plan(tmp_path, *arguments, "output=without.json")

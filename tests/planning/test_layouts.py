@@ -116,13 +116,6 @@ def test_layers_leave_the_stage_that_lost_a_worker():
         assert plan.chosen.problem.failed == problem.failed
 
 
-def test_half_of_a_stage_gone():
-    grid, layers = planning.Grid(4, 4, 16), equal_layers(64)
-    problem, cuts = after(layers, grid, (0, 1), (1, 1))
-    plan = layouts.plan_layout(problem, layers, cuts, next_change=HOUR)
-    assert plan.reroute.period / plan.chosen.period > 1.65
-
-
 def test_layers_come_back_when_all_are_there_again():
     grid, layers = planning.Grid(4, 4, 16), equal_layers(64)
     plan = layouts.plan_layout(

@@ -45,19 +45,22 @@ def test_a_stored_plan_is_there_in_milliseconds(tmp_path):
     assert first < 0.1  # 5 ms on an idle machine
 
 
-@pytest.mark.parametrize("other", [
-    replace(PROBLEM, grid=planning.Grid(4, 4, 6)),
-    replace(PROBLEM, costs=planning.Costs.uniform(4, 1.0, 1.0, 1.5)),
-    replace(PROBLEM, failed=frozenset({planning.Worker(1, 1)})),
-    replace(PROBLEM, failed=frozenset({planning.Worker(0, 2), planning.Worker(1, 2)})),
-    replace(PROBLEM, technique=planning.Technique(staggered=False)),
-    replace(PROBLEM, in_flight_limit=(3, 3, 3, 3)),
-    replace(PROBLEM, worker_factors=((planning.Worker(0, 0), 2.0),)),
+@pytest.mark.parametrize(("other", "reason"), [
+    (replace(PROBLEM, grid=planning.Grid(4, 4, 6)), "the grid 4 x 4 x 6"),
+    (replace(PROBLEM, costs=planning.Costs.uniform(4, 1.0, 1.0, 2.0)), "costs differ by 50 %"),
+    (replace(PROBLEM, failed=frozenset({planning.Worker(1, 1)})), "no plan for these failures"),
+    (replace(PROBLEM, failed=frozenset({planning.Worker(0, 2), planning.Worker(1, 2)})), "no plan for these failures"),
+    (replace(PROBLEM, technique=planning.Technique(False, False)), "Technique(split_backward=False, staggered=False)"),
+    (replace(PROBLEM, in_flight_limit=(3, 3, 3, 3)), "workers would hold more than they may"),
+    (replace(PROBLEM, worker_factors=((planning.Worker(0, 0), 2.0),)), "no plan for these failures"),
 ])  # fmt: skip
-def test_the_plan_of_another_problem_is_not_taken(tmp_path, other):
+def test_the_plan_of_another_problem_is_not_taken_and_the_miss_has_a_reason(tmp_path, other, reason):
     library = planning.PlanLibrary(tmp_path)
+    assert library.miss(PROBLEM) == f"{tmp_path} holds no plans"
     library.put(planning.solve(PROBLEM))
     assert library.get(other) is None
+    assert reason in library.miss(other)
+    assert "planner" in planning.PlanLibrary(tmp_path, "highs").miss(PROBLEM)
     library.put(planning.solve(other))
     assert library.get(other) == planning.heuristic(other)
     assert planning.PlanLibrary(tmp_path).get(other) == planning.heuristic(other)
@@ -183,23 +186,6 @@ def test_of_the_plans_that_fit_the_shortest_is_taken(tmp_path):
         found = library.get(replace(PROBLEM, in_flight_limit=None if asked is None else (asked,) * 4))
         assert found.period == made[limit].schedule.period
     assert made[6].schedule.period < made[4].schedule.period < made[2].schedule.period
-
-
-@pytest.mark.parametrize(("other", "reason"), [
-    (replace(PROBLEM, grid=planning.Grid(4, 4, 6)), "the grid 4 x 4 x 6"),
-    (replace(PROBLEM, technique=planning.Technique(False, False)), "Technique(split_backward=False, staggered=False)"),
-    (replace(PROBLEM, failed=frozenset()), "no plan for these failures"),
-    (replace(PROBLEM, worker_factors=((planning.Worker(0, 0), 2.0),)), "no plan for these failures"),
-    (replace(PROBLEM, costs=planning.Costs.uniform(4, 1.0, 1.0, 2.0)), "costs differ by 50 %"),
-    (replace(PROBLEM, in_flight_limit=(2, 2, 2, 2)), "workers would hold more than they may"),
-])  # fmt: skip
-def test_a_miss_has_a_reason(tmp_path, other, reason):
-    library = planning.PlanLibrary(tmp_path)
-    assert library.miss(PROBLEM) == f"{tmp_path} holds no plans"
-    library.put(planning.solve(PROBLEM))
-    assert library.get(other) is None
-    assert reason in library.miss(other)
-    assert "planner" in planning.PlanLibrary(tmp_path, "highs").miss(PROBLEM)
 
 
 def test_plans_are_computed_ahead_in_parallel_and_only_once(tmp_path):

@@ -80,10 +80,6 @@ def test_a_plan_whose_backwards_are_fused_begins_its_stages_as_late_as_its_order
     assert schedule.period <= planning.retime(schedule, schedule.problem.costs).period + 1e-9
 
 
-def test_with_fused_backwards_nothing_is_split():
-    assert kinds(planning.plan(replace(running(3, 0.1), technique=planning.Technique(split_backward=False))))[B] == 0
-
-
 def test_a_mixture_is_timed_again():
     schedule = planning.plan(running(4, 2.0))
     assert {B, W, BW} <= kinds(schedule).keys()

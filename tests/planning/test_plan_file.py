@@ -10,7 +10,6 @@ import pytest
 from lightning_recycle import files as files_module
 from lightning_recycle import planning
 from lightning_recycle.errors import ConfigurationError, PlanningError
-from lightning_recycle.planning.routing import CompactSchedule
 from lightning_recycle.planning.schedule import SolverUse
 
 PROBLEM = planning.Problem(planning.Grid(3, 4, 6), planning.Costs.uniform(4), frozenset({planning.Worker(1, 2)}))
@@ -38,26 +37,6 @@ def test_who_found_a_plan_and_what_the_solver_did_come_back(tmp_path):
     planning.save_plan(path, replace(kept, found_by="highs", solver=SolverUse(3, 1.5)))
     loaded = planning.load_plan(path)
     assert (loaded.found_by, loaded.solver) == ("highs", SolverUse(3, 1.5))
-
-
-CHECKPOINT = planning.Memory((4.0,) * 4, (0.0,) * 4, (1.0,) * 4, (1.0,) * 4, (0.1,) * 4)
-
-
-@pytest.mark.parametrize("compact_from", [1, 100_000])
-@pytest.mark.parametrize("problem", [
-    PROBLEM,
-    replace(PROBLEM, in_flight_limit=(4, 4, 4, 4)),
-    replace(PROBLEM, memory=CHECKPOINT),
-    replace(PROBLEM, costs=replace(PROBLEM.costs, reduce=(1.0,) * 4)),
-])  # fmt: skip
-def test_files_keep_all_of_a_plan(tmp_path, problem, compact_from):
-    schedule = planning.heuristic(problem, compact_from=compact_from)
-    path = tmp_path / "plan.json"
-    planning.save_plan(path, schedule)
-    assert bool(json.loads(path.read_text())["lane"]) is isinstance(schedule, CompactSchedule)
-    assert planning.load_plan(path).schedule == schedule
-    planning.PlanLibrary(tmp_path / "library").put(schedule)
-    assert planning.PlanLibrary(tmp_path / "library").get(problem) == schedule
 
 
 def changed(**values: object) -> Callable[[dict[str, Any]], None]:

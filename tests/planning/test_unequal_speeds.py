@@ -26,17 +26,6 @@ def loads(schedule: p.Schedule) -> Counter[p.Worker]:
     return Counter({w: sum(op.kind is p.OpKind.FORWARD for op in schedule.program(w)) for w in schedule.live_workers})
 
 
-@settings(max_examples=40, deadline=None)
-@given(problems())
-def test_plans_for_unequal_speeds_are_valid_and_so_are_those_that_ignore_them(problem):
-    schedule = p.heuristic(problem, EFFORT)
-    p.validate(schedule)
-    ignorant = p.retime(p.heuristic(replace(problem, worker_factors=()), EFFORT), problem.costs, problem.worker_factors)
-    p.validate(ignorant)
-    assert ignorant.problem == problem
-    assert p.lower_bound(problem) <= schedule.period + CLOSE
-
-
 def test_a_plan_is_better_than_the_one_that_takes_all_workers_for_equally_fast():
     """Seeded: 24 grids with one slow worker; none loses."""
     gains = []
