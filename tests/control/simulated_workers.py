@@ -199,7 +199,6 @@ class SimulatedWorker:
         self.payloads: Mapping[int, Any] = {}  # of the commit that is being applied
         self.speculates = False  # whether it goes on without the answer to its commit of this step
         self.speculative = False  # and has done so
-        self.committed_in = (-1, -1)  # generation and step of its newest commit
         self.parameters: list[int] = []  # the gradients applied, by step
         self.shadow = -1  # version that the shadow holds
         self.cuts = first_layout(network.grid)  # the layout of the layers that it has
@@ -864,7 +863,6 @@ class SimulatedWorker:
 
     def tell_of(self, step: int) -> None:
         """Executor._tell."""
-        self.committed_in = (self.generation, step)
         self.send(self.member.commit(step, (self.column, step), self.speculates))
 
     def step_speculatively(self, step: int) -> Waits:

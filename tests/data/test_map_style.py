@@ -37,17 +37,15 @@ class Augmented(Numbers):
         return torch.tensor([index, random.random(), float(np.random.rand()), torch.rand(()).item()])
 
 
-class FromTheEnd(td.Sampler[int]):
-    """A sampler of a user's, with an order that depends on the epoch."""
+class FromTheEnd(td.SequentialSampler):
+    """A sampler that inherits from a known one, with an order of its own that depends on the epoch."""
 
     def __init__(self, size: int) -> None:
+        super().__init__(range(size))
         self.size, self.epoch = size, 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
-
-    def __len__(self) -> int:
-        return self.size
 
     def __iter__(self) -> Iterator[int]:
         return iter([(i - self.epoch) % self.size for i in reversed(range(self.size))])
@@ -64,16 +62,6 @@ class RandomChoice(td.Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(torch.randint(self.size, (self.size,)).tolist())
-
-
-class FromTheEndOn(td.SequentialSampler):
-    """An order of its own, by inheritance from a known one."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__(range(size))
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(len(self))[::-1])
 
 
 def masked(samples: list[Tensor]) -> Tensor:
@@ -173,11 +161,6 @@ def test_a_global_microbatch_depends_on_d_times_m_only(shuffle):
         assert all(same(a, b) for a, b in zip(found, expected, strict=True)), grid
 
 
-def test_global_indices_number_the_microbatches_of_a_step():
-    grid = Grid(3, 2, 4)
-    assert sorted(global_index(grid, mb) for mb in grid.all_microbatches()) == list(range(12))
-
-
 def test_shuffling_depends_on_seed_and_epoch_and_on_nothing_else():
     def order(seed: int, epoch: int) -> list[int]:
         source = loader(Numbers(64), Grid(1, 1, 1), 64, shuffle=True, seed=seed)
@@ -191,13 +174,6 @@ def test_shuffling_depends_on_seed_and_epoch_and_on_nothing_else():
     assert first != list(range(64))
     assert order(0, 1) != first
     assert order(1, 0) != first
-
-
-def test_going_back_to_an_earlier_epoch_gives_its_order_again():
-    source = loader(Numbers(32), Grid(2, 1, 2), 4, shuffle=True)
-    first = step_data(source, 0, 1)
-    step_data(source, 1, 0)
-    assert same(step_data(source, 0, 1), first)
 
 
 def test_iterating_yields_the_steps_of_the_epoch_that_lightning_set():
@@ -375,11 +351,6 @@ def test_an_epoch_is_set_once_and_only_where_lightning_sets_it():
             _set_sampler_epoch(source, epoch)
             step_data(source, epoch, 0)
     assert alone.epochs == within.epochs == [0, 1]
-
-
-def test_a_sampler_that_inherits_from_that_of_torch_keeps_its_own_order():
-    source = loader(Numbers(24), Grid(2, 1, 2), 4, sampler=FromTheEndOn(24))
-    assert sorted(torch.cat(step_data(source, 0, 0)).tolist()) == list(range(16, 24))
 
 
 @pytest.mark.parametrize(("dataloader", "error", "message"), [

@@ -7,12 +7,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, StackDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset, default_collate
 
 from lightning_recycle.data.dataloaders import draws_nothing
-from lightning_recycle.data.map_style import MicrobatchLoader
-from lightning_recycle.data.step_sources import StepHandle
-from lightning_recycle.planning.grid import Grid, Microbatch
 
 ROWS = TensorDataset(torch.arange(8.0), torch.arange(8))
 
@@ -60,12 +57,3 @@ def test_rows_of_tensors_draw_nothing(dataset):
 ], ids=lambda dataset: type(dataset).__name__)  # fmt: skip
 def test_the_code_of_users_may_draw(dataset):
     assert not draws_nothing(dataset, default_collate)
-
-
-def test_what_may_draw_is_seeded_by_address():
-    loader = MicrobatchLoader(DataLoader(Noisy(torch.zeros(8)), batch_size=4), Grid(1, 1, 2), 0, seed=1)
-    loader.enter_epoch(0, 2)
-    torch.manual_seed(1)
-    first = loader.fetch(StepHandle(loader, 0, 1), Microbatch(0, 1))
-    torch.manual_seed(2)
-    assert torch.equal(loader.fetch(StepHandle(loader, 0, 1), Microbatch(0, 1)), first)

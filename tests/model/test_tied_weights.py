@@ -104,10 +104,6 @@ def test_on_one_device_the_names_are_one_parameter(kinds):
     assert model.tied_groups() == ((FIRST, LAST),)
 
 
-def test_that_concrete_modules_share_a_parameter_is_seen_by_itself():
-    assert SharedObject().tied_groups() == ((FIRST, LAST),)
-
-
 def test_the_first_recipe_decides_on_the_initial_values():
     expected = LayerSpec(nn.Embedding, VOCABULARY, WIDTH).build(0, seed=3).weight
     assert torch.equal(built("ssss").layers[0].weight, expected)
@@ -121,17 +117,6 @@ def test_a_concrete_layer_decides_on_the_initial_values(kinds):
     before = next(model.layers[index].parameters()).clone()
     model.materialize(seed=3)
     assert torch.equal(model.layers[0].weight, before)
-
-
-def test_the_gradient_is_the_sum_over_the_uses():
-    model, tokens, target = built().double(), torch.arange(4), torch.arange(4) + 1
-    model.loss(model(tokens), target).backward()
-    apart = copy.deepcopy(model)
-    apart.layers[3].logits.weight = nn.Parameter(model.layers[0].weight.detach().clone())
-    apart.zero_grad()
-    apart.loss(apart(tokens), target).backward()
-    total = apart.layers[0].weight.grad + apart.layers[3].logits.weight.grad
-    torch.testing.assert_close(model.layers[0].weight.grad, total, rtol=0, atol=1e-15)
 
 
 @pytest.mark.parametrize("kinds", KINDS)

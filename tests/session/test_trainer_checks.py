@@ -35,11 +35,6 @@ def test_a_graphed_layer_of_a_pipeline_is_an_error_that_names_it():
     make_graphed_callables(module.layers[1])
     with pytest.raises(UnsupportedFeatureError, match=r"Module\.layers\.1 .*reduce-overhead"):
         check_graphs(module, 2)
-
-
-def test_with_one_stage_it_is_allowed():
-    module = Module()
-    make_graphed_callables(module.layers[1])
     check_graphs(module, 1)
 
 
