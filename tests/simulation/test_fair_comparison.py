@@ -140,6 +140,3 @@ def test_impossible_settings_are_refused(settings, message) -> None:
     for kind in KINDS:
         with pytest.raises(ConfigurationError, match=message):
             kind(**settings)
-
-
-# -- merge ------------------------------------------------------------------------------------------------------------

@@ -328,7 +328,7 @@ class FakeComm:
         self.device, self.size, self.rank = device, size, rank
         self.meeting = device.network.join(unique_id, size, rank)
         self.wires: dict[int, Wire] = {}
-        self.begun = self.aborted = self.destroyed = False
+        self.begun = self.aborted = False
         self.error: Exception | None = None
         self.newest: _Kernel | None = None
         self._inboxes: dict[tuple[int, Lane], deque[Message]] = {}
@@ -582,7 +582,6 @@ class FakeDevice:
     def destroy(self, comm: FakeComm) -> None:
         """What nobody should call after a failure."""
         with self.lock:
-            comm.destroyed = True
             gone = any(comm.take(peer, (-1, -1)) is not None for peer in comm.wires)
             if gone or comm.in_progress or (comm.newest is not None and not comm.newest.done):
                 self._hang("a destroy waits for a member that has aborted, or for a kernel", lambda: False)
