@@ -224,10 +224,6 @@ def test_while_it_starts_a_worker_may_be_silent_for_longer():
     assert silent(watch, 16.0, 0).keys() == {0}
 
 
-def test_who_was_never_heard_is_not_silent():
-    assert silent(failure_detector.FailureDetector(Positions(GRID), OPTIONS), 100.0, 0) == {}
-
-
 @pytest.mark.parametrize(
     ("looks", "given_up_at"), [("", 5.0), ("SSS", 5.0), ("TTT", 5.0), ("SRS", 50.0), ("SDS", 50.0), ("TRT", 5.0)]
 )
@@ -339,13 +335,10 @@ def test_before_its_first_report_a_worker_sets_up_and_is_not_late(watch):
     assert watch.late_members(51.0, regrouping(0, 3)).keys() == {1}
 
 
-def test_who_is_late_is_named_once(watch):
+def test_who_is_late_is_named_once_and_nobody_is_for_a_regroup_that_is_over(watch):
     watch.begin_regroup(0.0)
     assert watch.late_members(51.0, regrouping(0)) != {}
     assert watch.late_members(52.0, regrouping(0)) == {}
-
-
-def test_nobody_is_late_for_a_regroup_that_is_over(watch):
     watch.begin_regroup(0.0)
     watch.end_regroup()
     assert watch.late_members(1000.0, state()) == {}

@@ -17,11 +17,6 @@ def event(kind: str, time: float, step: int = 0, seconds: float | None = None, *
 BEGIN = [event("resumed", 10.0), event("regrouped", 10.5, roster=ALL), event("step", 11.0, loss=2.0)]
 
 
-def test_a_quiet_run_is_one_line():
-    history = [*BEGIN, event("step", 12.5, 1, loss=0.12345)]
-    assert summary(history, POSITIONS) == ["Run: at step 2 after 2.5 s, loss 2 at first and 0.1235 now, 4 workers."]
-
-
 def test_the_most_memory_is_told_with_its_stage():
     history = [*BEGIN, event("memory", 13.0, peak_bytes=(3_214_000_000, None, 12_500_000_000))]
     assert summary(history, POSITIONS)[0].endswith("4 workers, the largest with 12.5 GB of memory (stage 2).")
@@ -51,10 +46,10 @@ def test_time_that_was_lost_is_told():
         event("rejoined", 14.0, 2, seconds=0.3, worker=(0, 1)),
         event("cleared", 15.0, 2, seconds=4.0, worker=(0, 0)),
         event("regrouped", 15.0, roster=ALL),
-        event("step", 16.0, 2, loss=0.5),
+        event("step", 16.0, 2, loss=0.12345),
     ]
     assert summary(history, POSITIONS) == [
-        "Run: at step 3 after 6.0 s, loss 2 at first and 0.5 now, 4 workers.",
+        "Run: at step 3 after 6.0 s, loss 2 at first and 0.1235 now, 4 workers.",
         "2 failures, 1 redone step, 2 replacements; 6.1 s lost.",
     ]
 
