@@ -17,7 +17,6 @@ POLICIES = [
     simulation.Recycle(**COMMON),
     simulation.Recycle(**COMMON, normalization=False, fault_free="1f1b"),
     simulation.Recycle(**COMMON, schedule="1f1b", checkpoint="memory", checkpoint_every=50.0),
-    simulation.Recycle(**COMMON, schedule="1f1b", adaptive=False),
     simulation.Merge(**COMMON),
     simulation.Merge(**COMMON, **SYNC, schedule="planned"),
     simulation.Spares(2, **COMMON, schedule="planned"),
@@ -34,6 +33,7 @@ POLICIES = [
     simulation.Bamboo(**COMMON, **SYNC, schedule="planned", threshold=0.5, node_start=20.0),
     simulation.Varuna(**COMMON, **SLOW),
     simulation.Varuna(**COMMON, **SYNC, schedule="planned"),
+    simulation.Recycle(**COMMON, schedule="1f1b", adaptive=False),
 ]
 
 
