@@ -36,8 +36,7 @@ ADDRESSEES: dict[str, tuple[str, str]] = {
                                           "_evicted"),
     "control/client.py await_committed": ("all live workers", "test_a_loss_interrupts_a_commit_and_the_others_apply_the"
                                           "_step"),
-    "control/client.py await_loss": ("those that compute", "test_a_worker_killed_from_outside_at_any_moment_changes"
-                                     "_nothing"),
+    "control/client.py await_loss": ("those that compute", "test_a_fault_is_survived_named_and_leaves_exact_weights"),
     "control/client.py lookup": ("a publisher", "test_waiting_for_what_nobody_publishes_is_interrupted_by_a_loss"),
     "control/client.py _hiding_failures": ("all live workers", "test_arrive_survives_a_loss_in_the_middle"),
     "control/client.py enter_hook": ("its siblings", "test_a_kill_at_a_collective_of_a_hook"),
