@@ -30,7 +30,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -100,26 +99,8 @@ class JournaledState:
     saves: SaveState = field(default_factory=SaveState)
 
 
-def journaled_parts(state: MembershipState) -> tuple[Any, ...]:
-    """Objects that :func:`journal_entry` is made of; unchanged objects: no new entry."""
-    faults = state.faults
-    return (
-        state.generation.number,
-        state.roster,
-        state.has_resumed,
-        faults.raised,
-        faults.disturbances,
-        state.collectives.stop_round,
-        state.steps.after_step,
-        state.layout.cuts,
-        state.saves.announced,
-        state.saves.ended,
-        state.outcome,
-    )
-
-
 def journal_entry(state: MembershipState) -> JournaledState:
-    """Entry for ``state`` if it changed; written before its commands are obeyed."""
+    """Entry for ``state``; written before its commands are obeyed."""
     stop, nobody = state.collectives.stop_round, frozenset[int]()
     return JournaledState(
         state.generation.number,
@@ -225,39 +206,24 @@ class Journal:
             self._take_lock()
             found = self._read()
             self.is_continued = found is not None
-            self._content = _Content(self._proof, os.urandom(8).hex()) if found is None else found
+            begun = found or _Content(self._proof, os.urandom(8).hex())
+            self.run, self.statuses, self.kept, self.processes = begun.run, begun.statuses, begun.kept, begun.processes
             self._replace()
         except BaseException:
             os.close(self._lock)
             raise
 
-    @property
-    def run(self) -> str:
-        return self._content.run
-
-    @property
-    def statuses(self) -> tuple[int, ...]:
-        return self._content.statuses
-
-    @property
-    def kept(self) -> JournaledState | None:
-        return self._content.kept
-
-    @property
-    def processes(self) -> Mapping[int, Process]:
-        return self._content.processes
-
     def write(self, journaled: JournaledState, processes: Mapping[int, Process]) -> None:
         """Writes ``journaled`` and the holders of its roster's positions, if they changed."""
-        if journaled != self._content.kept:
-            holders = {rank: processes[rank] for rank in journaled.roster.ranks if rank in processes}
-            self._content = replace(self._content, kept=journaled, processes=holders)
+        if journaled != self.kept:
+            self.kept = journaled
+            self.processes = {rank: processes[rank] for rank in journaled.roster.ranks if rank in processes}
             self._replace()
 
     def begin(self, statuses: tuple[int, ...]) -> None:
         """Another run begins; ``statuses``: those of the runs before."""
         self._is_broken = self.is_continued = False
-        self._content = _Content(self._proof, os.urandom(8).hex(), statuses)
+        self.run, self.statuses, self.kept, self.processes = os.urandom(8).hex(), statuses, None, {}
         self._replace()
 
     def leave(self) -> None:
@@ -306,7 +272,8 @@ class Journal:
         try:
             with replacing(self.path) as file:
                 os.fchmod(file.fileno(), 0o600)
-                file.write(msgspec.json.encode(self._content))
+                content = _Content(self._proof, self.run, self.statuses, self.kept, self.processes)
+                file.write(msgspec.json.encode(content))
         except OSError as error:
             self._is_broken = True
             log.warning("%s cannot be written (%s): this run does not survive its coordinator.", self.path, error)

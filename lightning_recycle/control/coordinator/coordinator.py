@@ -10,7 +10,6 @@ connections, process exits and clocks into events, and carries out the commands.
 from __future__ import annotations
 
 import logging
-import operator
 import os
 import queue
 import threading
@@ -24,7 +23,7 @@ from typing import Any
 from lightning_recycle.control.coordinator.admission import Admission, Readmission, Reception, ReturnStanding, describe
 from lightning_recycle.control.coordinator.failure_detector import FailureDetector
 from lightning_recycle.control.coordinator.worker_table import Vacancies, WorkerTable
-from lightning_recycle.control.journal import Journal, Process, journal_entry, journaled_parts
+from lightning_recycle.control.journal import Journal, Process, journal_entry
 from lightning_recycle.control.monitoring.history import Event, History
 from lightning_recycle.control.monitoring.monitor import RunView, Views
 from lightning_recycle.control.monitoring.status import ProcessLocation, status_of
@@ -132,7 +131,6 @@ class Coordinator:
         self._state = self._state.updated(
             checks=Checks(self.options.verification.on_corruption, self.options.verification.steps_asked_for or 0)
         )
-        self._journaled = journaled_parts(self._state)
         self._ranks_to_read: list[int] = []  # whose inbox may hold messages that came before they had a position
         self._failure_detector = FailureDetector(self._state.positions, self.options, self._workers.thread_states)
         self._published_keys = PublishedKeys()
@@ -677,8 +675,9 @@ class Coordinator:
             self._postponed_event = event
             self._failure_detector.end_regroup()  # everybody has reported
             return
-        self._state = state
-        self._write_journal()
+        if state is not self._state:
+            self._state = state
+            self._write_journal()
         for command in commands:
             if isinstance(command, protocol.Send):
                 self._send(command)
@@ -696,12 +695,8 @@ class Coordinator:
 
     def _write_journal(self) -> None:
         """Writes to the journal what another coordinator must know, before announcing it."""
-        if self._journal is None:
-            return
-        parts = journaled_parts(self._state)
-        if not all(map(operator.is_, parts, self._journaled)):  # nearly always nothing has changed
+        if self._journal is not None:
             self._journal.write(journal_entry(self._state), self._workers.last_known_processes)
-            self._journaled = parts
 
     def _send(self, command: protocol.Send) -> None:
         """Completes a message with what the state machine does not know, and posts it.
