@@ -115,14 +115,21 @@ recycle_simulate = _command("lightning_recycle.commands.simulate")
 recycle_report = _command("lightning_recycle.commands.report")
 
 
+def typed_value(text: str) -> bool | int | float | str | None:
+    """The value of ``text`` as in YAML: a number, true, false, null, or a text."""
+    words = {"true": True, "false": False, "null": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
+
+
 def flag_value(flag: str, typed: str | float, check: Check) -> Any:
     """The number ``typed`` after ``flag``; raises ConfigurationError if it is wrong."""
-    value: Any = typed
-    for kind in (float, int):
-        with contextlib.suppress(ValueError):
-            value = kind(typed)
     try:
-        return check.checked("", flag, value)
+        return check.checked("", flag, typed_value(typed) if isinstance(typed, str) else typed)
     except ConfigurationError as error:
         raise ConfigurationError(error.as_typed(f"{flag} {typed}")) from None
 

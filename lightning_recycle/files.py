@@ -29,7 +29,7 @@ from typing import Any, BinaryIO, TypeVar
 import msgspec
 
 from lightning_recycle.errors import ConfigurationError, ReCycleError
-from lightning_recycle.processes import process_space
+from lightning_recycle.processes import has_ended, process_space
 
 _Kind = TypeVar("_Kind")
 
@@ -324,13 +324,8 @@ def delete(path: Path) -> None:
 
 
 def _is_left(path: Path, machine: str, pid: int) -> bool:
-    if machine == _machine():
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return True
-        except PermissionError:
-            pass  # it lives, under another user
+    if machine == _machine() and has_ended(pid, process_space()):
+        return True
     changed = [path.lstat().st_mtime, *(file.lstat().st_mtime for file in path.rglob("*"))]
     return time.time() - max(changed) > _ABANDONED_SECONDS  # the process may be another one with the same number
 

@@ -29,6 +29,7 @@ from multiprocessing import spawn
 from pathlib import Path
 from types import CellType, FunctionType, ModuleType
 from typing import IO, Any
+from unittest.mock import patch
 
 import cloudpickle
 import numpy as np
@@ -361,11 +362,8 @@ def import_of_main(wanted: bool) -> Iterator[None]:
                     del data["start_method"]
             return data
 
-        spawn.get_preparation_data = for_worker
-        try:
+        with patch.object(spawn, "get_preparation_data", for_worker):
             yield
-        finally:
-            spawn.get_preparation_data = prepare
 
 
 # ---------------------------------------------------------------------- in a worker

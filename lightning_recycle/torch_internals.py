@@ -169,11 +169,8 @@ def after_unscaling(
     def unscale_and_change(optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> dict[Any, Tensor]:
         return change(found_inf, unscale(optimizer, inv_scale, found_inf, allow_fp16))
 
-    scaler._unscale_grads_ = unscale_and_change  # type: ignore[method-assign]
-    try:
+    with patch.object(scaler, "_unscale_grads_", unscale_and_change):
         yield
-    finally:
-        del scaler._unscale_grads_
 
 
 is_zero_tensor = Tensor._is_zerotensor  # one without memory

@@ -23,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, MISSING, dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -311,32 +312,12 @@ _PARTITION_INTERVAL = 0.05  # seconds until a socket opened later is cut off
 _SO_MAX_PACING_RATE = 47  # from asm-generic/socket.h; the socket module does not have it
 
 
-def kill() -> None:
-    """SIGKILL: the process is gone, and the system closes its connections."""
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def exit() -> None:
-    """Ends the process with exit code 1: no ``finally``, no exit handlers, no message."""
-    os._exit(1)
-
-
-def hang() -> None:
-    """SIGSTOP: all threads stop, connections stay open; returns after SIGCONT."""
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
 def deadlock() -> None:
     """Blocks this thread, and no other, in Python; InjectedFaultError after an hour."""
     lock = threading.Lock()
     lock.acquire()
     lock.acquire(timeout=_DEADLOCK_SECONDS)
     raise InjectedFaultError(f"An injected deadlock was not found within {_DEADLOCK_SECONDS:.0f} seconds.")
-
-
-def preempt() -> None:
-    """SIGTERM, as from a cluster manager that reclaims the machine."""
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 # ---------------------------------------------------------------------- partition
@@ -391,13 +372,13 @@ def _cut(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 0)
 
 
-EFFECTS = {
-    "kill": kill,
-    "exit": exit,
-    "hang": hang,
+EFFECTS: dict[str, Callable[[], None]] = {
+    "kill": partial(signal.raise_signal, signal.SIGKILL),  # the system closes its connections
+    "exit": partial(os._exit, 1),  # no `finally`, no exit handlers, no message
+    "hang": partial(signal.raise_signal, signal.SIGSTOP),  # all threads; goes on after SIGCONT
     "deadlock": deadlock,
     "partition": partition,
-    "preempt": preempt,
+    "preempt": partial(signal.raise_signal, signal.SIGTERM),  # as from a cluster manager that reclaims the machine
 }
 """How the calling process fails, by the kind of fault."""
 

@@ -10,9 +10,10 @@ Must not know: sockets, planners' results.
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from lightning_recycle.arguments import (
     SECONDS,
@@ -31,7 +32,7 @@ from lightning_recycle.control.plans.run_plans import Rebalance
 from lightning_recycle.control.protocol.messages import RunRequest, Setting, Unfit
 from lightning_recycle.control.protocol.state import POLICIES
 from lightning_recycle.errors import ConfigurationError, counted
-from lightning_recycle.planning.grid import Grid
+from lightning_recycle.planning.grid import Positions
 from lightning_recycle.planning.planner import PlanningOptions
 
 MachineErrors: TypeAlias = Sequence[type[BaseException] | str] | Callable[[BaseException], bool]
@@ -269,23 +270,15 @@ class RunConfig:
     overruled: tuple[str, ...] = ()
 
     @property
-    def grid(self) -> Grid:
-        return self.wants.grid
-
-    @property
-    def members(self) -> int:
-        return self.wants.members
-
-    @property
-    def num_workers(self) -> int:
-        return self.grid.num_workers * self.members
+    def positions(self) -> Positions:
+        return Positions(self.wants.grid, self.wants.members)
 
     @property
     def planning(self) -> PlanningOptions:
         return _group(PlanningOptions, self.wants)
 
     def planner(self) -> PlanProvider:
-        return PlanProvider(self.grid, self.planning, chooses_split=self.wants.entry == "fit")
+        return PlanProvider(self.wants.grid, self.planning, chooses_split=self.wants.entry == "fit")
 
     def options(self) -> CoordinatorOptions:
         heartbeat, recovery = _group(HeartbeatTimeouts, self.wants), _group(RecoveryOptions, self.wants)
@@ -353,11 +346,11 @@ def _difference(given: Settings, terms: RunConfig, wants: RunRequest) -> str | N
     except ConfigurationError as error:
         return str(error)
     if not wants.microbatches_given:
-        settled = replace(settled, grid=replace(settled.grid, microbatches=terms.grid.microbatches))
+        settled = replace(settled, grid=replace(settled.grid, microbatches=terms.wants.grid.microbatches))
     requested, running = complete_settings(settled), complete_settings(terms.wants)
     compared = [
-        ("Its grid (pipelines x stages x micro-batches)", str(settled.grid), str(terms.grid)),
-        ("The number of processes of a position", settled.members, terms.members),
+        ("Its grid (pipelines x stages x micro-batches)", str(settled.grid), str(terms.wants.grid)),
+        ("The number of processes of a position", settled.members, terms.wants.members),
         *((where(name), requested.get(name), running.get(name)) for name in {**running, **requested}),
     ]
     for what, wanted, actual in compared:
@@ -401,19 +394,31 @@ def _of_group(prefix: str, settings: Settings) -> dict[str, Any]:
     return {name.removeprefix(f"{prefix}."): value for name, value in settings.items() if name.startswith(f"{prefix}.")}
 
 
-class WorkerProcess(Protocol):
-    """A local worker process, as far as the coordinator needs it."""
+class WorkerProcess(ABC):
+    """A worker's process, for who started it; ``sentinel`` becomes readable when it ends."""
 
-    @property
-    def sentinel(self) -> int: ...
+    sentinel: int
+    _released = False
 
+    @abstractmethod
     def describe_exit(self, timeout: float) -> str | None:
         """How the process ended; None if it is alive after ``timeout`` seconds."""
 
-    def kill(self) -> None: ...
+    @abstractmethod
+    def kill(self) -> None:
+        """Ends the process, if it is alive."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Frees its descriptors in this process; it must have ended."""
 
     def release(self) -> None:
-        """Frees this process's resources for the worker, which has ended."""
+        """Lets the group close it once it has ended."""
+        self._released = True
+
+    @property
+    def is_over(self) -> bool:
+        return self._released and self.describe_exit(0.0) is not None
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -71,30 +72,24 @@ class _AddressedDataset(Dataset[Any]):
             return self.read(addresses, reseed)
 
 
-class WorkerInit:
-    """Ends a DataLoader process with its parent; calls the user's ``worker_init_fn``.
+def _begin_process(user: Callable[[int], None] | None, dataset: Any, owner: int, worker_id: int) -> None:
+    """Ends a DataLoader process with its ``owner``; calls the user's ``worker_init_fn``.
 
     ``get_worker_info()`` shows the user's ``dataset`` instead of this package's wrapper.
     """
-
-    def __init__(self, user: Callable[[int], None] | None, dataset: Any) -> None:
-        self.user, self.dataset = user, dataset
-        self.owner = os.getpid()  # with a fork server, the parent is that server, which would outlive the owner
-
-    def __call__(self, worker_id: int) -> None:
-        if os.getppid() == self.owner:
-            die_with_parent()
-        end_with(self.owner, 0)
-        show_dataset(self.dataset)
-        if self.user is not None:
-            self.user(worker_id)
+    if os.getppid() == owner:  # with a fork server, the parent is that server, which would outlive the owner
+        die_with_parent()
+    end_with(owner, 0)
+    show_dataset(dataset)
+    if user is not None:
+        user(worker_id)
 
 
 def process_settings(user: DataLoader[Any], dataset: Any) -> dict[str, Any]:
     """Settings of a DataLoader whose processes are like those of the ``user``'s."""
     return {
         "timeout": user.timeout,
-        "worker_init_fn": WorkerInit(user.worker_init_fn, dataset),
+        "worker_init_fn": partial(_begin_process, user.worker_init_fn, dataset, os.getpid()),
         "multiprocessing_context": user.multiprocessing_context,
         "prefetch_factor": user.prefetch_factor,
     }

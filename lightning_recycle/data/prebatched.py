@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate, takewhile
 from typing import Any
 
@@ -50,15 +51,10 @@ def sliced(batch: Any, number: int, count: int) -> Any:
     return tree_map(lambda leaf: None if leaf is None else leaf[number * size : (number + 1) * size], batch)
 
 
-class _ConvertOnlySample:
+def _convert_only(convert: Callable[[Any], Any], samples: list[Any]) -> Any:
     """Converts a sample that is a batch, as a DataLoader does without batching."""
-
-    def __init__(self, convert: Callable[[Any], Any]) -> None:
-        self.convert = convert
-
-    def __call__(self, samples: list[Any]) -> Any:
-        (sample,) = samples
-        return self.convert(sample)
+    (sample,) = samples
+    return convert(sample)
 
 
 class GivenBatchLoader(MicrobatchLoader):
@@ -77,7 +73,7 @@ class GivenBatchLoader(MicrobatchLoader):
     @override
     def _collate_function(self) -> Callable[[list[Any]], Any]:
         convert = super()._collate_function
-        return convert if self.dataloader.batch_sampler is not None else _ConvertOnlySample(convert)
+        return convert if self.dataloader.batch_sampler is not None else partial(_convert_only, convert)
 
     @override
     def _count_samples(self) -> int:

@@ -23,6 +23,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
@@ -38,7 +39,6 @@ from lightning_recycle.control.network import addresses_and_keys as addresses
 from lightning_recycle.control.network.addresses_and_keys import key_from_environment
 from lightning_recycle.control.options import CoordinatorOptions, WorkerProcess, other_device
 from lightning_recycle.control.plans.plan_provider import PlanProvider
-from lightning_recycle.control.protocol import state as outcomes
 from lightning_recycle.control.protocol.messages import Crash
 from lightning_recycle.control.protocol.state import Crashed, Ended, Failed, Finished, Outcome, StageLost
 from lightning_recycle.devices import ray_resource
@@ -100,11 +100,8 @@ class EndSignals:
     @contextlib.contextmanager
     def shielded(self) -> Iterator[None]:
         """Within the block, a cleanup of seconds at most, signals are only recorded."""
-        self._shielded = True
-        try:
+        with patch.object(self, "_shielded", True):
             yield
-        finally:
-            self._shielded = False
 
     def _receive(self, signum: int, frame: Any) -> None:
         first = self.received is None
@@ -529,7 +526,7 @@ def _folder_for_results() -> Iterator[str | None]:
 
 def error_of(outcome: Any, positions: Positions, history: Sequence[Event], remedy: str | None = None) -> BaseException:
     """The exception for ``outcome``, with ``remedy`` for a lost stage."""
-    if isinstance(outcome, outcomes.StageLost):
+    if isinstance(outcome, StageLost):
         causes = "; ".join(f"worker {positions.name(rank)}: {cause}" for rank, cause in sorted(outcome.causes.items()))
         if not any(event.kind in ("step", "resumed") for event in history):
             return WorkerStartError(
@@ -547,9 +544,9 @@ def error_of(outcome: Any, positions: Positions, history: Sequence[Event], remed
             f"All replicas of stage {outcome.stage} are lost ({causes}); its parameters"
             f" exist nowhere else. {remedy[0].upper()}{remedy[1:]}."
         )
-    if isinstance(outcome, outcomes.Crashed):
+    if isinstance(outcome, Crashed):
         return _exception_from(outcome.crash, positions)
-    if isinstance(outcome, outcomes.Failed):
+    if isinstance(outcome, Failed):
         return ReCycleError(outcome.reason)
     return ReCycleError(f"The run ended in an unknown way: {outcome!r}.")
 

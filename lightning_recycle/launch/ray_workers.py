@@ -30,8 +30,9 @@ from typing_extensions import override
 
 from lightning_recycle.arguments import install_command
 from lightning_recycle.control.coordinator.coordinator import Coordinator
+from lightning_recycle.control.options import WorkerProcess
 from lightning_recycle.errors import ConfigurationError, WorkerStartError
-from lightning_recycle.launch.worker_group import WorkerGroup, WorkerHandle
+from lightning_recycle.launch.worker_group import WorkerGroup
 from lightning_recycle.launch.worker_payload import dump, load
 from lightning_recycle.pickling import MainModule
 from lightning_recycle.planning.grid import Positions, Worker
@@ -235,7 +236,7 @@ class TrainerActor:
         return None
 
 
-class RayWorkerProcess(WorkerHandle):
+class RayWorkerProcess(WorkerProcess):
     """An actor that runs a worker; ``node``: reference to its node's id."""
 
     def __init__(self, rank: int, actor: Any, node: Any, call: Any) -> None:

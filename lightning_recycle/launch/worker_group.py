@@ -43,33 +43,6 @@ log = logging.getLogger(__name__)
 _EXIT_SECONDS = 10.0  # for a killed worker to be gone
 
 
-class WorkerHandle(ABC):
-    """A worker of a group; its ``sentinel`` becomes readable when it ends."""
-
-    sentinel: int
-    _released = False
-
-    @abstractmethod
-    def describe_exit(self, timeout: float) -> str | None:
-        """The worker's end, or None if it is alive after ``timeout`` seconds."""
-
-    @abstractmethod
-    def kill(self) -> None:
-        """Ends the worker, if it is alive."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Frees its descriptors in this process; it must have ended."""
-
-    def release(self) -> None:
-        """Lets the group close it once it has ended."""
-        self._released = True
-
-    @property
-    def is_over(self) -> bool:
-        return self._released and self.describe_exit(0.0) is not None
-
-
 class WorkerGroup(ABC):
     """The worker processes of one run. A context manager: none survives it.
 
@@ -87,14 +60,14 @@ class WorkerGroup(ABC):
         self._workers: list[Any] = []
 
     @abstractmethod
-    def start(self, argument: Any, name: str) -> WorkerHandle:
+    def start(self, argument: Any, name: str) -> WorkerProcess:
         """Starts a worker, from any thread; WorkerStartError if that is impossible."""
 
     @abstractmethod
     def attend(self, coordinator: Coordinator) -> None:
         """The coordinator serves from now on, and may be asked to let workers leave."""
 
-    def add(self, worker: WorkerHandle) -> bool:
+    def add(self, worker: WorkerProcess) -> bool:
         """Takes ``worker`` in; if it returns False, the run is over: kill the worker."""
         with self.lock:
             if not self.closed.is_set():
@@ -149,7 +122,7 @@ def process_context() -> BaseContext:
     return context
 
 
-class LocalWorker(WorkerHandle):
+class LocalWorker(WorkerProcess):
     """A process of this machine that runs ``target(argument)`` and dies with this one.
 
     With ``imports_main`` it imports the script of this process first.

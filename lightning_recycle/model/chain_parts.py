@@ -21,6 +21,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
+from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 from typing_extensions import override
 
@@ -109,10 +110,7 @@ class ChainParts(ModelParts):
         for _, _, original in self._dropped:
             for dropped in set(original.modules()) - remaining:
                 _release(dropped)
-        last = len(layers) - 1
-        self._watched = {
-            index: chains.watch(layers[index], chain.paths[index], index, last=index == last) for index in owned
-        }
+        self._watched = {index: self._watch(index, layers[index]) for index in owned}
         redirect_forward(module, chain.paths, lambda asked: module.trainer.strategy.forward_whole(asked))  # type: ignore[attr-defined]
 
     @property
@@ -137,8 +135,11 @@ class ChainParts(ModelParts):
             yield modules
         finally:
             for index, layer in zip(layers, modules, strict=True):
-                path, is_last = self.chain.paths[index], index == len(self.chain.paths) - 1
-                self._watched[index] = chains.watch(layer, path, index, last=is_last)
+                self._watched[index] = self._watch(index, layer)
+
+    def _watch(self, index: int, layer: nn.Module) -> Sequence[RemovableHandle]:
+        paths = self.chain.paths
+        return chains.watch(layer, paths[index], index, last=index == len(paths) - 1)
 
     def _unwatch(self, index: int) -> None:
         for handle in self._watched.pop(index):

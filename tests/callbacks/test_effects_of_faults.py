@@ -55,7 +55,7 @@ def fail_with_all_sorts_of_clean_up(fail: Callable[[], None], path: Path) -> Non
         path.write_text("cleaned up")
 
 
-@pytest.mark.parametrize(("fail", "code"), [(faults.kill, -signal.SIGKILL), (faults.exit, 1)])
+@pytest.mark.parametrize(("fail", "code"), [(faults.EFFECTS["kill"], -signal.SIGKILL), (faults.EFFECTS["exit"], 1)])
 def test_the_process_ends_at_once_without_clean_up(fail, code, tmp_path):
     with child(fail_with_all_sorts_of_clean_up, fail, tmp_path / "witness") as process:
         process.join(SECONDS)
@@ -88,7 +88,7 @@ def drain(pipe: Any) -> list[str]:
 
 def test_hang_stops_all_threads_until_the_process_is_continued():
     ours, theirs = context.Pipe()
-    with child(beat_and, faults.hang, theirs) as process:
+    with child(beat_and, faults.EFFECTS["hang"], theirs) as process:
         assert wait_for(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
         drain(ours)
         time.sleep(0.2)

@@ -32,7 +32,7 @@ class DieAgain(L.Callback):
         if trainer.strategy.grid_rank == self._rank and trainer.strategy.incarnation < self._times:
             self._steps += 1
             if self._steps == LAST_STEP:
-                faults.kill()
+                faults.EFFECTS["kill"]()
 
 
 class Census(L.Callback):

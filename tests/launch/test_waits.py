@@ -9,7 +9,8 @@ import pytest
 from support.waiting import PATIENCE
 
 import lightning_recycle
-from lightning_recycle.launch.worker_group import WorkerGroup, WorkerHandle
+from lightning_recycle.control.options import WorkerProcess
+from lightning_recycle.launch.worker_group import WorkerGroup
 
 PACKAGE, TESTS = Path(lightning_recycle.__file__).parent, Path(__file__).parents[1]
 
@@ -100,7 +101,7 @@ def test_each_wait_has_an_addressee_and_a_test_in_which_that_is_gone():
         assert not name or any(f"def {name}(" in text for text in texts), f"{what}: there is no {name}"
 
 
-class Process(WorkerHandle):
+class Process(WorkerProcess):
     """A process that ends by itself after ``seconds``, or when it is killed."""
 
     def __init__(self, seconds: float) -> None:
@@ -119,7 +120,7 @@ class Process(WorkerHandle):
 
 
 class Group(WorkerGroup):
-    def start(self, argument: Any, name: str) -> WorkerHandle:
+    def start(self, argument: Any, name: str) -> WorkerProcess:
         worker = Process(argument)
         self.add(worker)
         return worker

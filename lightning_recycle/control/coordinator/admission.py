@@ -315,6 +315,7 @@ class Readmission:
         self._grid = grid
         self._members = members
         self._options = options
+        self.enrolled = messages.Enrolled(journal.run)
         self._journaled_processes = dict(journal.processes)
         self._since = now  # or since the newest worker returned
         self._holds_until = float("inf") if journal.is_continued and self.state().generation.number < 0 else 0.0
@@ -325,10 +326,6 @@ class Readmission:
         if written is None:
             return initial_state(self._grid, retries, self._members)
         return revived_state(self._grid, written, retries, self._members)
-
-    @property
-    def enrolled(self) -> messages.Enrolled:
-        return messages.Enrolled(self._journal.run)
 
     def judge(self, state: MembershipState, connected: Collection[int], returned: messages.Returned) -> ReturnStanding:
         """Standing of the sender of ``returned``, with these positions ``connected``."""

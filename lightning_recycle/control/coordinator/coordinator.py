@@ -111,13 +111,15 @@ class Coordinator:
         self.authkey = os.urandom(32) if authkey is None else check_key(authkey, "authkey")
         workers = grid.num_workers * members
         self._history = History(grid, members)
+        self.history: list[Event] = self._history.events
         self._owns_reception = reception is None
         self._is_open = reception is not None or authkey is not None  # to workers that somebody else starts
         self._reception = reception or Reception((host, port), self.authkey, workers)
-        self._loop = self._reception.loop
+        self._loop, self.address = self._reception.loop, self._reception.listener.address
         # Layers do not move where positions have several members.
         self._layers_move = self.options.recovery.rebalance if members == 1 else "never"
         self._plans = RunPlans(grid, planner, self.options.drift, on_profile, self._loop.wake, self._layers_move)
+        self.schedules: list[Schedule] = self._plans.schedules
         self._setup, self._staggered, self._takes_results = setup, staggered, takes_results
         self._journal = journal
         self._readmission = (
@@ -169,20 +171,8 @@ class Coordinator:
         self._thread = threading.Thread(target=self._serve, name="recycle-coordinator", daemon=True)
 
     @property
-    def address(self) -> tuple[str, int]:
-        return self._reception.listener.address
-
-    @property
     def roster(self) -> tuple[int, ...]:
         return self._state.roster.ranks
-
-    @property
-    def history(self) -> list[Event]:
-        return self._history.events
-
-    @property
-    def schedules(self) -> list[Schedule]:
-        return self._plans.schedules
 
     def view(self, timeout: float = 2.0) -> RunView:
         """State of the started run, at most a quarter of a second old; from any thread.

@@ -34,6 +34,7 @@ from lightning_recycle.arguments import (
     flag_value,
     integer,
     shared_options,
+    typed_value,
     unknown_variables,
 )
 from lightning_recycle.control.coordinator.admission import Reception
@@ -64,7 +65,6 @@ from lightning_recycle.control.protocol.messages import Enrolled, Setting, StopR
 from lightning_recycle.control.protocol.state import Crashed, Failed, Finished, Outcome, StageLost
 from lightning_recycle.errors import ConfigurationError, ReCycleError, counted
 from lightning_recycle.files import check_writable
-from lightning_recycle.planning.grid import Positions
 from lightning_recycle.processes import die_with_parent, has_ended
 
 log = logging.getLogger(__name__)
@@ -233,7 +233,7 @@ def _tell(terms: RunConfig, outcome: Outcome, with_traceback: bool) -> None:
         log.error("All replicas of stage %d are lost: %s", outcome.stage, dict(outcome.causes))
     elif isinstance(outcome, Crashed):
         crash = outcome.crash
-        name = Positions(terms.grid, terms.members).name(crash.rank)
+        name = terms.positions.name(crash.rank)
         traceback = f"\n{crash.traceback}" if with_traceback else ""
         log.error("%s", f"Worker {name} ended the run: {crash.summary}{traceback}".rstrip())
     elif isinstance(outcome, Failed):
@@ -244,7 +244,7 @@ def _tell(terms: RunConfig, outcome: Outcome, with_traceback: bool) -> None:
 
 def _check_started(options: argparse.Namespace, terms: RunConfig) -> None:
     """Warns of too few workers of recycle-run; refuses them if no others can come."""
-    needed = terms.options().recovery.least(terms.grid.pipelines) * terms.grid.stages * terms.members
+    needed = terms.options().recovery.least(terms.wants.grid.pipelines) * terms.wants.grid.stages * terms.wants.members
     if options.started is None or options.started >= needed:
         return
     more = f"--nproc-per-node {needed}" if options.invitation else f"srun --ntasks={needed}"
@@ -270,7 +270,7 @@ def allow_descriptors(count: int) -> None:
 def _checked(options: argparse.Namespace) -> Settings:
     """Settings of the command line; ConfigurationError for values that cannot work."""
     typed = {name: text for name in _FLAGS if (text := getattr(options, name)) is not None}
-    settings = {name: _setting(text) for name, text in typed.items()}
+    settings = {name: typed_value(text) for name, text in typed.items()}
     if options.monitor_plan:
         settings |= settings_of("monitor", DriftOptions())
     try:
@@ -285,17 +285,6 @@ def _checked(options: argparse.Namespace) -> Settings:
 
 def _flag(name: str) -> str:
     return f"--{_FLAGS[name].name.replace('_', '-')}"
-
-
-def _setting(text: str) -> Setting:
-    """The value of a setting, parsed as in YAML."""
-    words: dict[str, Setting] = {"true": True, "false": False, "null": None}
-    if text.lower() in words:
-        return words[text.lower()]
-    for kind in (int, float):
-        with contextlib.suppress(ValueError):
-            return kind(text)
-    return text
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -401,10 +390,10 @@ class Serving:
             return None
         for text in terms.overruled:
             log.warning("%s, which counts.", text)
-        log.info("A run of %s waits for %d workers.", terms.grid, terms.num_workers)
+        log.info("A run of %s waits for %d workers.", terms.wants.grid, terms.positions.num_workers)
         log.debug("Its settings: %s", terms.wants)
         coordinator = Coordinator(
-            terms.grid,
+            terms.wants.grid,
             planner,
             terms.options(),
             authkey=reception.key,
@@ -413,7 +402,7 @@ class Serving:
             staggered=bool(terms.planning.staggered),
             journal=self._journal,
             takes_results=False,
-            members=terms.members,
+            members=terms.wants.members,
         )
         try:
             coordinator.start({})
@@ -422,7 +411,7 @@ class Serving:
                 if coordinator.is_deserted or (reception.is_over and not coordinator.has_begun):
                     return None
             self.statuses.append(int(not isinstance(outcome, Finished)))
-            for line in summary(coordinator.history, Positions(terms.grid, terms.members)):
+            for line in summary(coordinator.history, terms.positions):
                 log.info("%s", line)
             return terms, outcome
         finally:

@@ -489,10 +489,6 @@ class Digest:
         self._follows = False  # the next step follows another one, and nothing happened in between
 
     @property
-    def phase(self) -> Phase:
-        return self.goodput.phase
-
-    @property
     def step_seconds(self) -> float | None:
         """Mean seconds of the newest steps under the present plan; None if there are none."""
         return sum(self._durations) / len(self._durations) if self._durations else None

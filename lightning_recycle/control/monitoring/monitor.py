@@ -301,19 +301,15 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _READ_SECONDS
 
     def do_GET(self) -> None:
-        self._reply(body=True)
-
-    def do_HEAD(self) -> None:
-        self._reply(body=False)
-
-    def _reply(self, body: bool) -> None:
         status, kind, content = self._answer()
         self.send_response(status)
         for name, value in {**_HEADERS, "Content-Type": kind, "Content-Length": str(len(content))}.items():
             self.send_header(name, value)
         self.end_headers()
-        if body:
+        if self.command == "GET":
             self.wfile.write(content)
+
+    do_HEAD = do_GET
 
     def _answer(self) -> Answer:
         if not self._is_addressed():

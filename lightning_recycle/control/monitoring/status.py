@@ -225,7 +225,7 @@ def status_of(
     return Status(
         time=now,
         began=digest.began,
-        phase="over" if state.outcome is not None else digest.phase.value,
+        phase="over" if state.outcome is not None else digest.goodput.phase.value,
         outcome=None if state.outcome is None else type(state.outcome).__name__,
         grid={"pipelines": grid.pipelines, "stages": grid.stages, "microbatches": grid.microbatches},
         generation=state.generation.number,
@@ -251,7 +251,7 @@ def _state_of(rank: int, state: MembershipState, digest: Digest, candidates: fro
             return PositionState.SUSPECTED
         if rank in state.roster.joining:
             return PositionState.JOINING
-        return PositionState.STARTING if digest.phase is Phase.STARTING else PositionState.LIVE
+        return PositionState.STARTING if digest.goodput.phase is Phase.STARTING else PositionState.LIVE
     if rank in candidates or rank in state.roster.ready:
         return PositionState.JOINING
     return PositionState.LOST if rank in state.roster.causes else PositionState.VACANT

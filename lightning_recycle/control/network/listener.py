@@ -83,13 +83,9 @@ class Listener:
         self._loop = EventLoop(on_wake=lambda: None)
         self._socket = listen_at(address, backlog=max(_BACKLOG, workers))
         self._socket.setblocking(False)
+        self.address: tuple[str, int] = self._socket.getsockname()[:2]
         self._loop.watch(self._socket.fileno(), self._accept_all)
         self._thread = threading.Thread(target=self._serve, name="recycle-acceptor", daemon=True)
-
-    @property
-    def address(self) -> tuple[str, int]:
-        host, port = self._socket.getsockname()[:2]
-        return str(host), int(port)
 
     def start(self) -> None:
         self._thread.start()

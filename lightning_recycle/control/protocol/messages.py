@@ -12,9 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, TypeAlias, TypeVar
-
-from typing_extensions import dataclass_transform
+from typing import Any, TypeAlias
 
 from lightning_recycle.planning.costs import Footprint, StageProfile
 from lightning_recycle.planning.grid import Grid
@@ -51,11 +49,6 @@ OUTSIDE = -1
 """The step of what is raised outside of steps: its operation names the code, and any step may meet it."""
 
 
-_FROM_WORKERS: list[type[Any]] = []
-_TO_WORKERS: list[type[Any]] = []
-_T = TypeVar("_T")
-
-
 @dataclass(frozen=True, slots=True)
 class FromWorker:
     """A message of the worker at ``rank``."""
@@ -63,16 +56,9 @@ class FromWorker:
     rank: int
 
 
-@dataclass_transform(frozen_default=True)
-def _from_worker(kind: type[_T]) -> type[_T]:
-    _FROM_WORKERS.append(message := dataclass(frozen=True, slots=True)(kind))
-    return message
-
-
-@dataclass_transform(frozen_default=True)
-def _to_worker(kind: type[_T]) -> type[_T]:
-    _TO_WORKERS.append(message := dataclass(frozen=True, slots=True)(kind))
-    return message
+@dataclass(frozen=True, slots=True)
+class ToWorker:
+    """A message of the coordinator."""
 
 
 class StepState(Enum):
@@ -206,7 +192,7 @@ class Activity:
     microbatch: int = -1
 
 
-@_from_worker
+@dataclass(frozen=True, slots=True)
 class Heartbeat(FromWorker):
     """Sign of life: the main thread has been at ``activity`` for ``seconds``.
 
@@ -219,12 +205,12 @@ class Heartbeat(FromWorker):
     begun: int = -1
 
 
-@_from_worker
+@dataclass(frozen=True, slots=True)
 class Ready(FromWorker):
     """A worker that joins later is set up; it waits to be let in."""
 
 
-@_from_worker
+@dataclass(frozen=True, slots=True)
 class Leave(FromWorker):
     """The worker got SIGTERM and leaves at the next step boundary.
 
@@ -235,12 +221,12 @@ class Leave(FromWorker):
     with_run: bool = False
 
 
-@_from_worker
+@dataclass(frozen=True, slots=True)
 class EndRun(FromWorker):
     """A worker's job is about to end: all are to end after their present step."""
 
 
-@_from_worker
+@dataclass(frozen=True, slots=True)
 class Paused(FromWorker):
     """Answer to :class:`Pause`: the newest begun step; no other begins until told."""
 
@@ -267,7 +253,7 @@ class Milestone(Enum):
     IN_HOOK = "in hook"
 
 
-@_from_worker
+@dataclass(frozen=True, slots=True)
 class Reached(FromWorker):
     """The worker has reached ``milestone`` in ``generation``; ``step``, if it has one."""
 
@@ -276,7 +262,7 @@ class Reached(FromWorker):
     step: int = -1
 
 
-@_from_worker
+@dataclass(frozen=True, slots=True)
 class Restored(FromWorker):
     """Before the first step: all start from a checkpoint of ``version`` steps."""
 
@@ -291,7 +277,7 @@ class SavePhase(Enum):
     GIVEN_UP = "checkpoint_given_up"
 
 
-@_from_worker
+@dataclass(frozen=True, slots=True)
 class SaveBegun(FromWorker):
     """The sender is at the step boundary of a batch of checkpoints, as all will be.
 
@@ -311,7 +297,7 @@ class SaveBegun(FromWorker):
     stalled: float = 0.0
 
 
-@_from_worker
+@dataclass(frozen=True, slots=True)
 class SaveAnnounced(FromWorker):
     """Checkpoint ``index`` is whole at ``temporary``; the writer asks to name it.
 
@@ -337,7 +323,7 @@ class SaveFailure:
     remedy: str = ""
 
 
-@_from_worker
+@dataclass(frozen=True, slots=True)
 class SaveEnded(FromWorker):
     """The writer has named checkpoint ``index`` of its batch, or could not write it.
 
@@ -367,7 +353,7 @@ class SaveStatus:
     unnamed: Mapping[int, str] = field(default_factory=dict)
 
 
-@_from_worker
+@dataclass(frozen=True, slots=True)
 class Parcel(FromWorker):
     """Part of background checkpoint ``batch`` for worker ``to``, under ``key``.
 
@@ -380,14 +366,14 @@ class Parcel(FromWorker):
     payload: Payload | None
 
 
-@_from_worker
+@dataclass(frozen=True, slots=True)
 class MembershipQuery(FromWorker):
     """Asks whether the worker is still a member; only a member gets the answer."""
 
     number: int
 
 
-@_from_worker
+@dataclass(frozen=True, slots=True)
 class Report(FromWorker):
     """A survivor stopped for ``generation`` and reports what it holds.
 
@@ -403,7 +389,7 @@ class Report(FromWorker):
     cuts: Cuts = ()
 
 
-@_from_worker
+@dataclass(frozen=True, slots=True)
 class Broken(FromWorker):
     """Communication failed in ``generation`` though no failure was announced.
 
@@ -415,7 +401,7 @@ class Broken(FromWorker):
     unreachable: tuple[int, ...] = ()
 
 
-@_from_worker
+@dataclass(frozen=True, slots=True)
 class Losses(FromWorker):
     """Losses of micro-batches of ``step`` by global index.
 
@@ -458,7 +444,7 @@ class Facts:
     inputs: Mapping[str, Number] = field(default_factory=dict)
 
 
-@_from_worker
+@dataclass(frozen=True, slots=True)
 class Applied(FromWorker):
     """The worker has applied ``step``.
 
@@ -473,7 +459,7 @@ class Applied(FromWorker):
     peak_bytes: int = 0
 
 
-@_from_worker
+@dataclass(frozen=True, slots=True)
 class Differs(FromWorker):
     """A joined worker differs from its donor after ``step`` in ``cause``, and ends."""
 
@@ -491,7 +477,7 @@ class Profiled:
     steps: int
 
 
-@_from_worker
+@dataclass(frozen=True, slots=True)
 class Commit(FromWorker):
     """The worker is REDUCED in ``step``; the answer brings all columns' payloads.
 
@@ -505,7 +491,7 @@ class Commit(FromWorker):
     speculative: bool = False
 
 
-@_from_worker
+@dataclass(frozen=True, slots=True)
 class Undo(FromWorker):
     """The speculation in ``step`` was wrong: drop its consequences and connect again."""
 
@@ -513,7 +499,7 @@ class Undo(FromWorker):
     step: int
 
 
-@_from_worker
+@dataclass(frozen=True, slots=True)
 class Arrive(FromWorker):
     """The worker's part of control collective ``number``; all must agree on ``name``.
 
@@ -527,7 +513,7 @@ class Arrive(FromWorker):
     begun: int = -1
 
 
-@_from_worker
+@dataclass(frozen=True, slots=True)
 class StopWish(FromWorker):
     """Whether the worker stops training at stop point ``point``.
 
@@ -539,7 +525,7 @@ class StopWish(FromWorker):
     stops: bool = True
 
 
-@_from_worker
+@dataclass(frozen=True, slots=True)
 class Raised(FromWorker):
     """An exception that a fault of the machine may explain; :class:`Judged` answers.
 
@@ -558,7 +544,7 @@ class Raised(FromWorker):
     sticky: bool
 
 
-@_from_worker
+@dataclass(frozen=True, slots=True)
 class Disputed(FromWorker):
     """Recomputing micro-batch ``microbatch`` of peer ``other`` gave other bits.
 
@@ -576,7 +562,7 @@ class Disputed(FromWorker):
     device: str = ""
 
 
-@_from_worker
+@dataclass(frozen=True, slots=True)
 class Voted(FromWorker):
     """The worker has computed a disputed micro-batch (:class:`Vote`), twice.
 
@@ -590,7 +576,7 @@ class Voted(FromWorker):
     device: str = ""
 
 
-@_from_worker
+@dataclass(frozen=True, slots=True)
 class NotFinite(FromWorker):
     """A loss, or the gradient of a stage, is not finite.
 
@@ -603,7 +589,7 @@ class NotFinite(FromWorker):
     microbatch: int
 
 
-@_from_worker
+@dataclass(frozen=True, slots=True)
 class Incomparable(FromWorker):
     """Computations cannot be compared in this run, for ``cause``.
 
@@ -613,7 +599,7 @@ class Incomparable(FromWorker):
     cause: str
 
 
-@_from_worker
+@dataclass(frozen=True, slots=True)
 class Crash(FromWorker):
     """The worker ends with an exception.
 
@@ -626,7 +612,7 @@ class Crash(FromWorker):
     traceback: str
 
 
-@_from_worker
+@dataclass(frozen=True, slots=True)
 class LayoutWanted(FromWorker):
     """The user's code in this worker wants the layers to lie as ``cuts``."""
 
@@ -655,7 +641,7 @@ class LayerFacts:
     whole: str = ""
 
 
-@_from_worker
+@dataclass(frozen=True, slots=True)
 class Measured(FromWorker):
     """Measurements of a worker's first steps that it has not sent before.
 
@@ -668,7 +654,7 @@ class Measured(FromWorker):
     trial: SplitTrial | None = None
 
 
-@_from_worker
+@dataclass(frozen=True, slots=True)
 class Publish(FromWorker):
     """A key of a worker that others of ``generation`` look up to connect to it."""
 
@@ -677,7 +663,7 @@ class Publish(FromWorker):
     value: bytes
 
 
-@_from_worker
+@dataclass(frozen=True, slots=True)
 class LookUp(FromWorker):
     """Request for the values under ``keys`` in ``generation``; :class:`Found` answers."""
 
@@ -746,7 +732,7 @@ class Returned(FromWorker):
     measured: Measured | None = None
 
 
-@_from_worker
+@dataclass(frozen=True, slots=True)
 class FaultInjected(FromWorker):
     """An injected fault is about to happen in this worker; ``time`` since the epoch."""
 
@@ -758,8 +744,8 @@ class FaultInjected(FromWorker):
 # ---------------------------------------------------------------------- coordinator -> worker
 
 
-@_to_worker
-class Enrolled:
+@dataclass(frozen=True, slots=True)
+class Enrolled(ToWorker):
     """First message of a coordinator that may be restarted: its workers wait for it.
 
     ``run``: a random name of the run.
@@ -768,8 +754,8 @@ class Enrolled:
     run: str
 
 
-@_to_worker
-class Assign:
+@dataclass(frozen=True, slots=True)
+class Assign(ToWorker):
     """Assigns a position to a worker that was started by hand.
 
     ``incarnation``: the number of processes that held it before. ``joining``: whether the training has begun.
@@ -787,8 +773,8 @@ class Assign:
     members: int = 1
 
 
-@_to_worker
-class Unfit:
+@dataclass(frozen=True, slots=True)
+class Unfit(ToWorker):
     """Answer to a :class:`Hello` that cannot be in this run: ``why``, and a remedy.
 
     ``late``: its run is over, and the others are at another entry point.
@@ -798,8 +784,8 @@ class Unfit:
     late: bool = False
 
 
-@_to_worker
-class Pause:
+@dataclass(frozen=True, slots=True)
+class Pause(ToWorker):
     """A change at a step boundary: report the newest step, begin none until told.
 
     ``number`` counts the pauses of the generation from 0.
@@ -809,8 +795,8 @@ class Pause:
     number: int = 0
 
 
-@_to_worker
-class Boundary:
+@dataclass(frozen=True, slots=True)
+class Boundary(ToWorker):
     """All stop at the beginning of ``step``, which none has begun: nothing is redone.
 
     With a ``program`` they do not stop: from that step on, until the next generation, they run this program.
@@ -821,15 +807,15 @@ class Boundary:
     program: Program | None = None
 
 
-@_to_worker
-class MembershipConfirmed:
+@dataclass(frozen=True, slots=True)
+class MembershipConfirmed(ToWorker):
     """The worker is a member."""
 
     number: int
 
 
-@_to_worker
-class Judged:
+@dataclass(frozen=True, slots=True)
+class Judged(ToWorker):
     """Answer to :class:`Raised`: the exception is the user's ``own``, or work again.
 
     The work is repeated in a generation newer than ``generation``, that of the exception.
@@ -839,15 +825,15 @@ class Judged:
     own: bool
 
 
-@_to_worker
-class StopRequested:
+@dataclass(frozen=True, slots=True)
+class StopRequested(ToWorker):
     """A worker asks to stop at ``point``: workers that go on there must answer."""
 
     point: int
 
 
-@_to_worker
-class StopVerdict:
+@dataclass(frozen=True, slots=True)
+class StopVerdict(ToWorker):
     """Answer to :class:`StopWish`: whether all ask to stop at ``point``.
 
     If not, all stop after one of the next steps (:attr:`StepLoss.after_step`).
@@ -857,8 +843,8 @@ class StopVerdict:
     agreed: bool
 
 
-@_to_worker
-class Regroup:
+@dataclass(frozen=True, slots=True)
+class Regroup(ToWorker):
     """Stop and report: ``generation`` begins, with the live ranks ``roster``.
 
     ``leader`` speaks for the run. ``check_links``: communication broke without a death; check which workers
@@ -883,8 +869,8 @@ class Vote:
     voters: tuple[int, ...]
 
 
-@_to_worker
-class Resume:
+@dataclass(frozen=True, slots=True)
+class Resume(ToWorker):
     """All survivors reported; connect, do your actions, and go on with the plan."""
 
     generation: int
@@ -913,16 +899,16 @@ class Resume:
     """Values of steps up to this one that are not finite are the model's."""
 
 
-@_to_worker
-class Found:
+@dataclass(frozen=True, slots=True)
+class Found(ToWorker):
     """The answer to :class:`LookUp`, once all of its keys are published: their values."""
 
     generation: int
     values: Mapping[str, bytes]
 
 
-@_to_worker
-class HookEntered:
+@dataclass(frozen=True, slots=True)
+class HookEntered(ToWorker):
     """All members of a position are in a hook for the ``number``-th time.
 
     All were :attr:`Milestone.IN_HOOK`: none of them stops before the hook is over, as long as all live.
@@ -932,8 +918,8 @@ class HookEntered:
     number: int
 
 
-@_to_worker
-class Committed:
+@dataclass(frozen=True, slots=True)
+class Committed(ToWorker):
     """All are REDUCED in ``step``, or were before a loss: apply it once REDUCED.
 
     ``payloads``: by column. ``speculative``: whether some have applied it already.
@@ -957,8 +943,8 @@ class AfterStep(Enum):
     END = "end"
 
 
-@_to_worker
-class StepLoss:
+@dataclass(frozen=True, slots=True)
+class StepLoss(ToWorker):
     """Mean ``loss`` of ``step``, summed in micro-batch order; equal on all workers.
 
     ``counters``: the run's counters so far (failures, seconds of recovery, ...). ``outputs``: of all micro-batches, see
@@ -976,8 +962,8 @@ class StepLoss:
     saves: SaveStatus = SaveStatus()
 
 
-@_to_worker
-class Answer:
+@dataclass(frozen=True, slots=True)
+class Answer(ToWorker):
     """Control collective ``number`` is complete: payloads by rank, the same for all.
 
     Of final results, which stay with the coordinator, only whether each worker delivered some. ``leader`` and
@@ -990,8 +976,8 @@ class Answer:
     saves: SaveStatus = SaveStatus()
 
 
-@_to_worker
-class Alive:
+@dataclass(frozen=True, slots=True)
+class Alive(ToWorker):
     """Sign of life of the coordinator, given up after ``timeout`` seconds of silence."""
 
     timeout: float = 60.0
@@ -1016,14 +1002,18 @@ class StopReason(Enum):
         return cls(type(outcome).__name__)
 
 
-@_to_worker
-class Stop:
+@dataclass(frozen=True, slots=True)
+class Stop(ToWorker):
     """The run is over, or goes on without this worker; leave."""
 
     reason: StopReason
 
 
-FROM_WORKERS: tuple[type[Any], ...] = tuple(_FROM_WORKERS)
+_TYPES = [each for each in list(globals().values()) if isinstance(each, type) and each not in (FromWorker, ToWorker)]
+
+FROM_WORKERS: tuple[type[Any], ...] = tuple(
+    kind for kind in _TYPES if issubclass(kind, FromWorker) and kind != Returned
+)
 """Messages of a worker with a position; its first message is a :class:`Hello`."""
 
 FROM_SPARES: tuple[type[Any], ...] = (Heartbeat, Leave, Crash)
@@ -1032,5 +1022,5 @@ FROM_SPARES: tuple[type[Any], ...] = (Heartbeat, Leave, Crash)
 FIRST: tuple[type[Any], ...] = (Hello, Returned)
 """First messages of a worker."""
 
-TO_WORKERS: tuple[type[Any], ...] = (*_TO_WORKERS, Parcel)
+TO_WORKERS: tuple[type[Any], ...] = (*(kind for kind in _TYPES if issubclass(kind, ToWorker)), Parcel)
 """Messages of the coordinator."""
