@@ -31,7 +31,7 @@ from typing import Any, NoReturn, TypeVar
 from lightning_recycle.control.network.addresses_and_keys import shown
 from lightning_recycle.control.network.connection import SIGN_SECONDS, BadMessageError, connect, connections
 from lightning_recycle.control.protocol import messages
-from lightning_recycle.control.protocol.member import Hold, Interrupted, Member
+from lightning_recycle.control.protocol.member import Interrupted, Member
 from lightning_recycle.control.protocol.messages import Activity, Payload, StopReason, WorkerStatus
 from lightning_recycle.errors import ConfigurationError, ControlPlaneError
 from lightning_recycle.planning.program import Program
@@ -175,13 +175,9 @@ class ControlClient(ActivityRecorder):
         self.coordinator_changes = 0  # parcels are lost with a coordinator
         self._wake_heartbeat = threading.Event()
         self._requests: deque[messages.Leave | messages.EndRun] = deque()  # of signal handlers
-        self._identity: dict[str, Any] = {
-            "pid": os.getpid(),
-            "node": node or socket.gethostname(),
-            "token": os.urandom(8).hex(),
-            "space": process_space(),
-        }
-        self._hello = messages.Hello(rank, joining=joining, wants=wants, **self._identity)
+        self.node = node or socket.gethostname()
+        process = messages.Process(os.urandom(8).hex(), os.getpid(), self.node, process_space())
+        self._hello = messages.Hello(rank, process, joining, wants)
         self.send(self._hello)
         for target in (self._receive, self._beat):
             name = f"recycle-{target.__name__.strip('_')}"
@@ -192,10 +188,6 @@ class ControlClient(ActivityRecorder):
     @property
     def rank(self) -> int:
         return self.member.rank
-
-    @property
-    def node(self) -> str:
-        return str(self._identity["node"])
 
     @property
     def is_joining(self) -> bool:
@@ -254,11 +246,10 @@ class ControlClient(ActivityRecorder):
                 answer = self.member.begin(step)
             for reply in answer.replies:
                 self.send(reply)
-            if not isinstance(answer, Hold):
+            if answer.pause is None:
                 return answer.program
-            pause = answer.pause
             self._wait(
-                lambda pause=pause: self.member.pause != pause or None,  # type: ignore[misc]
+                lambda pause=answer.pause: self.member.pause != pause or None,  # type: ignore[misc]
                 "the change at a step boundary",
                 interruptible=True,
             )
@@ -709,9 +700,8 @@ class ControlClient(ActivityRecorder):
             return self._hello  # a spare holds nothing
         wants = self._hello.wants
         return self.member.report_return(
-            **self._identity,
+            process=replace(self._hello.process, incarnation=assigned.incarnation),
             run=enrolled.run,
-            incarnation=assigned.incarnation,
             joining=assigned.joining,
             wants=None if wants is None else replace(wants, grid=assigned.grid),
         )

@@ -34,7 +34,7 @@ from pathlib import Path
 import msgspec
 
 from lightning_recycle.control.protocol import messages
-from lightning_recycle.control.protocol.messages import AfterStep, StopReason
+from lightning_recycle.control.protocol.messages import AfterStep, Process, StopReason
 from lightning_recycle.control.protocol.state import (
     CollectivesState,
     Ended,
@@ -141,17 +141,6 @@ def revived_state(grid: Grid, written: JournaledState, retries: int = 1, members
         has_resumed=written.has_resumed,
         returned={},
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Process:
-    """Process at a position: parts of its :class:`.Hello`."""
-
-    token: str
-    pid: int
-    node: str
-    space: str = ""
-    incarnation: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,8 +181,6 @@ class RunAttempt:
     def _coordinator_options(self) -> CoordinatorOptions:
         options, fits = self._run.options, self._run.call.fits
         recovery = options.recovery if fits else options.recovery.without_changes()
-        if options.members > 1:
-            recovery = replace(recovery, rebalance="never")  # layers of several processes stay where they are
         return CoordinatorOptions(  # without training there are no step boundaries to enter at
             heartbeat=self._run.heartbeat.timeouts,
             recovery=recovery,

@@ -32,7 +32,7 @@ EVICTED = "evicted"
 """The verdict for a worker that raised; the others are :class:`~lightning_recycle.control.protocol.messages.Judged`."""
 
 
-NOBODY: dict[str, Any] = {"pid": 0, "node": "", "token": "", "space": "", "run": ""}
+NOBODY: dict[str, Any] = {"process": messages.Process("", 0), "run": ""}
 """Whoever asks a member what it would say if it returned."""
 
 

@@ -22,6 +22,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from simulated_promises import EVICTED, NOBODY, Promises, Violation
@@ -38,7 +39,7 @@ from simulated_workers import (
 )
 
 from lightning_recycle.control.coordinator.admission import Readmission, ReturnStanding
-from lightning_recycle.control.journal import JournaledState, Process, journal_entry
+from lightning_recycle.control.journal import JournaledState, journal_entry
 from lightning_recycle.control.options import CoordinatorOptions, HeartbeatTimeouts, RecoveryOptions
 from lightning_recycle.control.protocol import membership, messages
 from lightning_recycle.control.protocol import state as states
@@ -91,7 +92,7 @@ class Paper:
         self.run, self.is_continued = "a run", True
         self.epoch = 0  # how many coordinators have had it before
         self.kept: JournaledState | None = None
-        self.processes: dict[int, Process] = {}
+        self.processes: dict[int, messages.Process] = {}
 
 
 class Run:
@@ -746,7 +747,7 @@ class Run:
             if ends and written is not None and written.over is not None:  # a successor knows of the end only
                 self.promises.on_end(self.state.outcome, self.state)
             holders = {rank: self._connections[rank] for rank in self.state.roster.ranks if rank in self._connections}
-            self._paper.processes = {rank: Process(str(one.process), 0, "") for rank, one in holders.items()}
+            self._paper.processes = {rank: messages.Process(str(one.process), 0, "") for rank, one in holders.items()}
 
     def _kill_coordinator(self) -> None:
         self._say("the coordinator is killed")
@@ -781,8 +782,8 @@ class Run:
         self._end_if_told()
 
     def _returned(self, worker: SimulatedWorker) -> messages.Returned:
-        who = {"pid": 0, "node": "", "token": str(worker.process), "space": "", "run": "a run"}
-        return worker.member.report_return(**who, joining=worker.joins, incarnation=int(worker.joins))
+        process = messages.Process(str(worker.process), 0, incarnation=int(worker.joins))
+        return worker.member.report_return(process=process, run="a run", joining=worker.joins)
 
     def _return(self, worker: SimulatedWorker, epoch: int) -> None:
         """A worker has found the coordinator."""
@@ -825,7 +826,7 @@ class Run:
         self.met[f"{place.name} returns"] += 1
         if place is ReturnStanding.STARTER:
             self._handle(states.Joined(worker.rank))
-        for event in membership.returned_events(said):
+        for event in chain(*membership.returned_events(said)):
             self._handle(event)
 
     def _end_start(self) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lightning_recycle.control.protocol import messages, recovery
 from lightning_recycle.control.protocol.control_collectives import StopPlace, batch_number, stop_point
-from lightning_recycle.control.protocol.member import Hold, Interrupted, Member
+from lightning_recycle.control.protocol.member import Interrupted, Member
 from lightning_recycle.control.protocol.messages import OUTSIDE, AfterStep
 from lightning_recycle.control.protocol.state import ENDED, RESULT, Joined
 from lightning_recycle.planning.grid import Grid, Positions
@@ -518,7 +518,7 @@ class SimulatedWorker:
             answer = self.member.begin(step)
             for reply in answer.replies:
                 self.send(reply)
-            if not isinstance(answer, Hold):
+            if answer.pause is None:
                 if answer.program is not None:
                     self.schedule = answer.program
                 return

@@ -4,17 +4,18 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_recycle.control.coordinator.admission import Readmission, ReturnStanding
-from lightning_recycle.control.journal import Journal, JournaledState, Process
+from lightning_recycle.control.journal import Journal, JournaledState
 from lightning_recycle.control.options import CoordinatorOptions
 from lightning_recycle.control.protocol.member import Member
-from lightning_recycle.control.protocol.membership import returned_events, returned_order
-from lightning_recycle.control.protocol.messages import EndRun, Leave, Returned
+from lightning_recycle.control.protocol.membership import returned_events
+from lightning_recycle.control.protocol.messages import EndRun, Leave, Process, Returned
 from lightning_recycle.control.protocol.state import Roster
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.processes import has_ended, process_space
@@ -34,8 +35,8 @@ def revived(folder: Path, kept: JournaledState | None, **processes: Process) -> 
 
 
 def returned(journal: Journal, rank: int, **fields: Any) -> Returned:
-    fields = {"token": f"token {rank}", "run": journal.run, "generation": 2, **fields}
-    return Returned(rank, 1, "a node", space="", **fields)
+    process = Process(fields.pop("token", f"token {rank}"), 1, "a node")
+    return Returned(rank, process, **{"run": journal.run, "generation": 2, **fields})
 
 
 KEPT = JournaledState(2, Roster(frozenset({0, 1, 3}), leader=1))
@@ -67,8 +68,7 @@ def test_who_returns_is_what_was_written_down(tmp_path, rank, fields, place):
 def test_what_a_signal_asked_for_is_asked_again(wish):
     member = Member(1, joining=False)
     member.record_sent(wish)
-    assert list(returned_events(member.report_return(pid=1, node="", token="", space="", run=""))) == [wish]
-    assert returned_order(wish)
+    assert list(chain(*returned_events(member.report_return(process=Process("", 1), run="")))) == [wish]
 
 
 def test_whoever_comes_when_all_have_returned_is_lost(tmp_path):

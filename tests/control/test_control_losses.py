@@ -13,7 +13,7 @@ from support.waiting import PATIENCE
 
 from lightning_recycle.control.client import EXIT_RAISED, EXIT_STOPPED
 from lightning_recycle.control.options import HeartbeatTimeouts, RecoveryOptions
-from lightning_recycle.control.protocol.messages import Alive, Broken, Crash, Hello, Regroup, Stop
+from lightning_recycle.control.protocol.messages import Alive, Broken, Crash, Hello, Process, Regroup, Stop
 from lightning_recycle.control.protocol.state import Crashed, Failed, StageLost
 from lightning_recycle.errors import ControlPlaneError
 
@@ -139,7 +139,7 @@ def test_a_worker_that_does_not_stop_for_a_regroup_is_evicted():
 @pytest.mark.parametrize("beats", [1, 0], ids=["after a heartbeat", "before its first heartbeat"])
 def test_a_silent_worker_is_evicted_and_killed(strict, beats):
     silent = strict.connection()
-    silent.send(Hello(3, os.getpid()))
+    silent.send(Hello(3, Process("", os.getpid())))
     for _ in range(beats):
         beat(silent, 3)
     members = strict.members(0, 1, 2)  # they need worker 3's report, or its eviction
@@ -183,7 +183,7 @@ def test_replicas_that_are_all_silent_are_waited_for_until_their_bound_and_the_r
 def test_a_worker_that_stops_in_the_middle_of_a_message_is_evicted_and_the_others_go_on(strict):
     """As a worker under SIGSTOP (or behind a dead link) that was sending its part of a checkpoint."""
     connection = strict.connection()
-    connection.send(Hello(3, os.getpid()))
+    connection.send(Hello(3, Process("", os.getpid())))
     beat(connection, 3)
     os.write(connection.fileno(), (5_000_000).to_bytes(4, "big") + b"x" * 1000)
     try:
@@ -197,7 +197,7 @@ def test_a_worker_that_joins_after_the_end_is_told_so(plane):
     plane.processes[3].die("second")
     assert isinstance(plane.coordinator.wait(PATIENCE), StageLost)
     late = plane.connection()
-    late.send(Hello(0, os.getpid()))
+    late.send(Hello(0, Process("", os.getpid())))
     assert wait([late], timeout=5.0), "it hears nothing"
     with contextlib.suppress(EOFError):  # a closed connection tells as much
         assert isinstance(late.receive(), Stop)

@@ -13,7 +13,7 @@ from support.waiting import PATIENCE
 
 from lightning_recycle.control.client import EXIT_LEFT, EXIT_LOST_COORDINATOR, unpack
 from lightning_recycle.control.options import RecoveryOptions
-from lightning_recycle.control.protocol.messages import Hello
+from lightning_recycle.control.protocol.messages import Hello, Process
 from lightning_recycle.planning.grid import Grid
 
 
@@ -128,7 +128,7 @@ def test_a_worker_started_by_hand_gets_the_position_that_is_free(plane):
 def test_a_spare_that_goes_away_is_not_given_a_position(plane):
     members = plane.members()
     gone = plane.connection()
-    gone.send(Hello(None, os.getpid(), True))
+    gone.send(Hello(None, Process("", os.getpid()), True))
     plane.until(lambda: plane.coordinator._vacancies.spares)
     gone.close()
     plane.until(lambda: not plane.coordinator._vacancies.spares)
@@ -182,7 +182,7 @@ def test_a_replacement_that_does_not_become_ready_in_time_is_given_up_for_the_ne
 def test_who_claims_a_position_that_it_cannot_have_is_refused(plane, rank, joining):
     members = plane.members()
     stranger = plane.connection()
-    stranger.send(Hello(rank, os.getpid(), joining))
+    stranger.send(Hello(rank, Process("", os.getpid()), joining))
     with pytest.raises((EOFError, OSError)):
         stranger.receive()
     together(*(member.step for member in members))

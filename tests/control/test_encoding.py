@@ -74,7 +74,7 @@ def test_every_message_has_a_side_that_may_say_it():
     said = {*messages.FROM_WORKERS, *messages.FROM_SPARES, *messages.TO_WORKERS, *messages.FIRST}
     parts = {messages.Activity, messages.Checked, messages.Facts, messages.Vote, messages.RunRequest}
     parts |= {messages.LayerFacts, messages.Profiled, messages.SaveFailure, messages.SaveStatus}
-    parts |= {messages.WorkerStatus, messages.Adoption, messages.Decision, messages.FromWorker, messages.ToWorker}
+    parts |= {messages.WorkerStatus, messages.Adoption, messages.Decision, messages.FromWorker, messages.ToWorker, messages.Process}
     assert set(MESSAGES) - said == parts, "parts of other messages"
 
 

@@ -34,7 +34,7 @@ _IMPOSSIBLE: dict[str, tuple[Any, str]] = {
     "a message without a body": (bytes(encode(_HEARTBEAT))[:2] + bytes(8), "no Heartbeat"),
     "a wrong type": (bytes(encode(_HEARTBEAT)).replace(b"\xa4rank\x03", b"\xa4rank\xc3"), "Heartbeat"),
     "what only the coordinator says": (messages.Regroup(1, (0, 1, 2, 3)), "Regroup may not be sent here"),
-    "a second hello": (messages.Hello(3, 1), "Hello may not be sent here"),
+    "a second hello": (messages.Hello(3, messages.Process("", 1)), "Hello may not be sent here"),
     "a part of a message": (messages.Facts(), "Facts may not be sent here"),
     "another rank": (messages.Leave(0), "it speaks for rank 0"),
     "a crash of another rank": (messages.Crash(2, False, "", None, ""), "it speaks for rank 2"),
@@ -115,8 +115,14 @@ def test_who_stops_in_the_middle_of_a_message_holds_up_nobody(introduced):
     with ControlPlane(heartbeat=HeartbeatTimeouts(600.0)) as plane:
         slow = plane.connection()
         if introduced:
-            slow.send(messages.Hello(None, 1))
-        half = bytes(encode(messages.Heartbeat(-1, -1, _HEARTBEAT.activity) if introduced else messages.Hello(None, 1)))
+            slow.send(messages.Hello(None, messages.Process("", 1)))
+        half = bytes(
+            encode(
+                messages.Heartbeat(-1, -1, _HEARTBEAT.activity)
+                if introduced
+                else messages.Hello(None, messages.Process("", 1))
+            )
+        )
         slow.send_bytes(half[:-3])
         time.sleep(0.3)  # so that it has been read, or is being read
         members = plane.members()
@@ -131,7 +137,7 @@ def await_generation(connection: Any) -> None:
 
 def test_a_message_that_comes_in_pieces_arrives(plane):
     connection = plane.connection()
-    for byte in bytes(encode(messages.Hello(3, 1))):
+    for byte in bytes(encode(messages.Hello(3, messages.Process("", 1)))):
         connection.send_bytes(bytes([byte]))
         time.sleep(0.001)
     members = [in_thread(Member(plane.client(rank), 2).join) for rank in range(3)]
@@ -142,7 +148,7 @@ def test_a_message_that_comes_in_pieces_arrives(plane):
 def test_who_takes_no_messages_is_lost_after_the_timeout_and_holds_up_nobody():
     with ControlPlane(heartbeat=HeartbeatTimeouts(8.0)) as plane:
         deaf = plane.connection()
-        deaf.send(messages.Hello(3, os.getpid()))
+        deaf.send(messages.Hello(3, messages.Process("", os.getpid())))
         joining = [in_thread(Member(plane.client(rank), 2).join) for rank in range(3)]
         await_generation(deaf)  # from now on it takes nothing
         deaf.send(messages.Report(3, 0, WorkerStatus(1, 0, False)))
@@ -204,7 +210,7 @@ def test_the_coordinator_shows_life_to_all(monkeypatch):
         plane.coordinator._next_alive = 0.0
         for rank in (3, None):  # a member and a spare
             connection = plane.connection()
-            connection.send(messages.Hello(rank, os.getpid()))
+            connection.send(messages.Hello(rank, messages.Process("", os.getpid())))
             while connection.receive() != messages.Alive():
                 pass
 
@@ -213,10 +219,10 @@ def test_a_worker_hears_at_once_for_how_long_the_coordinator_may_be_silent():
     with ControlPlane(
         heartbeat=HeartbeatTimeouts(coordinator_timeout=1000.0)
     ) as plane:  # the next sign of life comes in 10 s
-        plane.connection().send(messages.Hello(0, os.getpid()))
+        plane.connection().send(messages.Hello(0, messages.Process("", os.getpid())))
         time.sleep(0.5)
         connection = plane.connection()
-        connection.send(messages.Hello(3, os.getpid()))
+        connection.send(messages.Hello(3, messages.Process("", os.getpid())))
         asked = time.monotonic()
         assert connection.receive() == messages.Alive(1000.0)
         assert time.monotonic() - asked < 5.0

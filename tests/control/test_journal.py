@@ -12,8 +12,8 @@ import pytest
 from support.waiting import next_line
 
 from lightning_recycle.control import journal as journal_module
-from lightning_recycle.control.journal import Journal, JournaledState, Over, Process, default_path
-from lightning_recycle.control.protocol.messages import AfterStep, Answer, StopReason
+from lightning_recycle.control.journal import Journal, JournaledState, Over, default_path
+from lightning_recycle.control.protocol.messages import AfterStep, Answer, Process, StopReason
 from lightning_recycle.control.protocol.state import Faults, Remembered, Roster, StopRound
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.files import temporary_path

@@ -485,7 +485,7 @@ REVIVAL: list[tuple[str, Any, str, str, str]] = [
     ("exceptions without a verdict count as judged", membership, "rebuilt", "not in unanswered", "is not None"),
     ("nobody speaks for the run", journal, "revived_state", "(roster=roster", "(roster=roster.updated(leader=-1)"),
     ("a worker's part of a collective is forgotten", membership, "returned_events",
-     "if member.arrival is not None:", "if False:"),
+     "one(member.arrival)", "()"),
     ("exceptions wait for a verdict forever", membership, "_go_on_with_returned",
      "member.raised is not None", "False"),
     ("a worker forgets its part of a collective", MessageRecord, "record_sent", "self.arrival = message", "pass"),

@@ -8,8 +8,8 @@ import pytest
 from support.waiting import wait_for
 
 from lightning_recycle.control.coordinator.worker_table import Vacancies
-from lightning_recycle.control.journal import Process as ProcessRecord
 from lightning_recycle.control.options import CoordinatorOptions, RecoveryOptions
+from lightning_recycle.control.protocol.messages import Process as ProcessRecord
 from lightning_recycle.planning.grid import Grid, Positions
 
 ONE = Positions(Grid(1, 1, 1))

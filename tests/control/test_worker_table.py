@@ -6,10 +6,15 @@ from typing import Any
 import pytest
 
 from lightning_recycle.control.coordinator.worker_table import WorkerTable
-from lightning_recycle.control.journal import Process
 from lightning_recycle.control.network.connection import FrameBuffer, NonBlockingConnection, encode
 from lightning_recycle.control.network.listener import EventLoop
-from lightning_recycle.control.protocol.messages import FROM_WORKERS, Crash, MembershipConfirmed, MembershipQuery
+from lightning_recycle.control.protocol.messages import (
+    FROM_WORKERS,
+    Crash,
+    MembershipConfirmed,
+    MembershipQuery,
+    Process,
+)
 
 
 @pytest.mark.parametrize("answers", [0, 1, 1000])

@@ -25,12 +25,12 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from lightning_recycle.control.coordinator.worker_table import Vacancies, WorkerTable
-from lightning_recycle.control.journal import Journal, Process, revived_state
+from lightning_recycle.control.journal import Journal, revived_state
 from lightning_recycle.control.network.connection import SIGN_SECONDS, BadMessageError, NonBlockingConnection
 from lightning_recycle.control.network.listener import EventLoop, Listener
 from lightning_recycle.control.options import CoordinatorOptions
 from lightning_recycle.control.protocol import messages
-from lightning_recycle.control.protocol.messages import StopReason
+from lightning_recycle.control.protocol.messages import Process, StopReason
 from lightning_recycle.control.protocol.state import MembershipState, initial_state
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.processes import has_ended
@@ -187,7 +187,7 @@ class Reception:
 
 def described(first: FirstMessage) -> str:
     """The sender of ``first``, in words."""
-    return f"a worker (process {first.pid} of {first.node or 'a machine'})"
+    return f"a worker (process {first.process.pid} of {first.process.node or 'a machine'})"
 
 
 def _nothing() -> None: ...
@@ -251,10 +251,10 @@ class Admission:
                 connection.send(messages.Stop(StopReason.of(outcome)))
         if hello.rank is None:
             connection.inbox.expects = messages.FROM_SPARES
-            self._vacancies.spares.append((connection, describe(hello)))
+            self._vacancies.spares.append((connection, hello.process))
             self._loop.watch(connection, partial(self._on_spare, connection))
         else:
-            self._admit(hello.rank, connection, describe(hello), hello.joining)
+            self._admit(hello.rank, connection, hello.process, hello.joining)
 
     def _fits(self, hello: messages.Hello) -> bool:
         """Whether the position that a worker claims is free for it."""
@@ -337,7 +337,8 @@ class Readmission:
             is_starter = is_free and rank in state.roster.live and returned.generation < 0
             return ReturnStanding.STARTER if is_starter else ReturnStanding.LOST
         if rank in state.roster.live:
-            is_held = rank in self._journaled_processes and self._journaled_processes[rank].token == returned.token
+            known = self._journaled_processes.get(rank)
+            is_held = known is not None and known.token == returned.process.token
             is_it = state.returned is not None and is_free and is_held
             return ReturnStanding.MEMBER if is_it else ReturnStanding.LEFT if returned.leave else ReturnStanding.LOST
         if returned.leave:
@@ -349,11 +350,11 @@ class Readmission:
         self, returned: messages.Returned, standing: ReturnStanding
     ) -> tuple[messages.Answer | messages.Stop, ...]:
         """Last words to a worker that cannot return: the run's outcome if it was there."""
-        journal = self._journal
+        journal, over = self._journal, self._journal.kept and self._journal.kept.over
         process = journal.processes.get(returned.rank) if returned.run == journal.run else None
-        if journal.kept is None or journal.kept.over is None or process is None or process.token != returned.token:
+        if over is None or process is None or process.token != returned.process.token:
             return (messages.Stop(StopReason.LEFT if standing is ReturnStanding.LEFT else StopReason.LOST),)
-        answer, stop = journal.kept.over.answer, messages.Stop(journal.kept.over.reason)
+        answer, stop = over.answer, messages.Stop(over.reason)
         return (stop,) if answer is None or returned.next_collective > answer.number else (answer, stop)
 
     def heard(self, now: float) -> None:
@@ -381,8 +382,3 @@ class Readmission:
             elif now - self._since > limit:
                 late[rank] = f"it did not return within {limit:g} s after the coordinator was started again"
         return late
-
-
-def describe(message: messages.Hello | messages.Returned, incarnation: int = 0) -> Process:
-    """The process that sent ``message``."""
-    return Process(message.token, message.pid, message.node, message.space, incarnation)

@@ -17,13 +17,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
-from lightning_recycle.control.coordinator.admission import Admission, Readmission, Reception, ReturnStanding, describe
+from lightning_recycle.control.coordinator.admission import Admission, Readmission, Reception, ReturnStanding
 from lightning_recycle.control.coordinator.failure_detector import FailureDetector
 from lightning_recycle.control.coordinator.worker_table import Vacancies, WorkerTable
-from lightning_recycle.control.journal import Journal, Process, journal_entry
+from lightning_recycle.control.journal import Journal, journal_entry
 from lightning_recycle.control.monitoring.history import Event, History
 from lightning_recycle.control.monitoring.monitor import RunView, Views
 from lightning_recycle.control.monitoring.status import ProcessLocation, status_of
@@ -35,7 +36,7 @@ from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.control.protocol import membership, messages
 from lightning_recycle.control.protocol import state as protocol
 from lightning_recycle.control.protocol.control_collectives import PublishedKeys
-from lightning_recycle.control.protocol.messages import StopReason
+from lightning_recycle.control.protocol.messages import Process, StopReason
 from lightning_recycle.control.protocol.state import BrokenRuleError, Checks
 from lightning_recycle.planning.costs import Profile
 from lightning_recycle.planning.grid import Grid, Worker
@@ -410,14 +411,13 @@ class Coordinator:
     ) -> None:
         """A worker takes the position again that it had under an earlier coordinator."""
         rank, is_member = returned.rank, standing is ReturnStanding.MEMBER
-        self._vacancies.record_earlier_process(rank, returned.node, returned.incarnation)
+        self._vacancies.record_earlier_process(rank, returned.process)
         if is_member:
             self._failure_detector.record_report(rank)
         if self._is_first_member(rank):
             self._plans.returned(self._position(rank), returned)
-        process = describe(returned, returned.incarnation)
-        self._admit(rank, connection, process, standing is ReturnStanding.CANDIDATE, returned)
-        for message in () if is_member else membership.returned_events(returned):
+        self._admit(rank, connection, returned.process, standing is ReturnStanding.CANDIDATE, returned)
+        for message in () if is_member else chain.from_iterable(membership.returned_events(returned)):
             self._on_message(rank, message)
 
     def _admit(

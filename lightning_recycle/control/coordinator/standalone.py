@@ -61,7 +61,7 @@ from lightning_recycle.control.options import (
 )
 from lightning_recycle.control.plans.drift import DriftOptions
 from lightning_recycle.control.plans.plan_provider import PlanProvider
-from lightning_recycle.control.protocol.messages import Enrolled, Setting, StopReason, Unfit
+from lightning_recycle.control.protocol.messages import Enrolled, StopReason, Unfit
 from lightning_recycle.control.protocol.state import Crashed, Failed, Finished, Outcome, StageLost
 from lightning_recycle.errors import ConfigurationError, ReCycleError, counted
 from lightning_recycle.files import check_writable

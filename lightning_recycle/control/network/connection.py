@@ -425,27 +425,19 @@ def connect(address: tuple[str, int], key: bytes, timeout: float = HANDSHAKE_SEC
     handshake = Handshake(Role.WORKER, key)
     try:
         sock.sendall(handshake.greeting)
-        for data in _handshake_input(sock, deadline, handshake):
+        while not handshake.done:
+            if (left := deadline - time.monotonic()) <= 0:
+                raise TimeoutError("the coordinator did not finish the handshake in time")
+            sock.settimeout(left)
+            if not (data := sock.recv(4096)):
+                why = "it has another key" if handshake.met else "it has too many strangers at the moment, or is ending"
+                raise Refused(f"the coordinator closed the connection during the handshake; perhaps {why}")
             sock.sendall(handshake.receive(data))
         sock.settimeout(None)
         return MessageConnection(sock, FrameBuffer(TO_WORKERS, handshake.rest))
     except BaseException:
         sock.close()
         raise
-
-
-def _handshake_input(sock: socket.socket, deadline: float, handshake: Handshake) -> Iterator[bytes]:
-    """Bytes that arrive until ``handshake`` is done."""
-    while not handshake.done:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("the coordinator did not finish the handshake in time")
-        sock.settimeout(left)
-        data = sock.recv(4096)
-        if not data:
-            why = "it has another key" if handshake.met else "it has too many strangers at the moment, or is ending"
-            raise Refused(f"the coordinator closed the connection during the handshake; perhaps {why}")
-        yield data
 
 
 class FrameBuffer:

@@ -32,7 +32,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from lightning_recycle.control.protocol import messages
-from lightning_recycle.control.protocol.messages import FINITE, IS_FINITE, Checked, Disputed, Raised, WorkerStatus
+from lightning_recycle.control.protocol.messages import FINITE, IS_FINITE, Checked, Raised, WorkerStatus
 from lightning_recycle.control.protocol.recovery import begin_generation, begin_generation_unless_over, decide
 from lightning_recycle.control.protocol.state import (
     Command,
@@ -116,11 +116,6 @@ class Finding(Enum):
     INCOMPARABLE = "computations cannot be compared"
 
 
-def own_error(disputed: Disputed) -> Culprit:
-    """The worker that got other bits twice than at first."""
-    return Culprit(disputed.rank, differing(disputed.theirs, disputed.mine), (disputed.rank,), disputed.device)
-
-
 def decide_dispute(dispute: Dispute) -> tuple[Culprit, ...] | Finding:
     """The wrong workers, when all have voted.
 
@@ -189,13 +184,6 @@ def on_differs(state: MembershipState, event: messages.Differs) -> Next:
 
 
 # ---------------------------------------------------------------------- checks
-
-
-def add_checked(state: MembershipState, event: messages.Applied) -> MembershipState:
-    """Adds a worker's checksums after a step."""
-    if event.facts.checked is None:
-        return state
-    return state.updated(checks=state.checks.add(event.rank, event.step, event.facts.checked))
 
 
 def compare(state: MembershipState) -> Next:
@@ -290,7 +278,8 @@ def on_disputed(state: MembershipState, event: messages.Disputed) -> Next:
         return state, ()
     if event.other == event.rank and event.mine != event.theirs:
         dispute = Dispute(event.step, event.microbatch, event.rank, event.rank, {event.rank: event.theirs})
-        return _convict_of_computing(state, dispute, own_error(event))
+        own_error = Culprit(event.rank, differing(event.theirs, event.mine), (event.rank,), event.device)
+        return _convict_of_computing(state, dispute, own_error)
     if event.other not in state.roster.live:
         return state, ()
     claims = {event.rank: event.mine, event.other: event.theirs}

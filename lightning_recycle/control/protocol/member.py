@@ -167,23 +167,17 @@ class Interrupted(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Go:
-    """The step may begin, with ``program`` from now on, if any; send ``replies``."""
+class Beginning:
+    """Whether a step may begin; send ``replies``.
 
-    program: Program | None = None
-    replies: tuple[Any, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Hold:
-    """All stop at a step boundary: the step may not begin yet; send ``replies``.
-
-    The roster, the layout, or a plan that needs other connections is about to change. ``pause``: ask again when
+    ``program``: from now on, if any. ``pause``: if the step may not begin yet, as all stop at a step boundary because
+    the roster, the layout, or a plan that needs other connections is about to change: ask again when
     :attr:`Member.pause` differs from it.
     """
 
     replies: tuple[Any, ...]
-    pause: tuple[int, int | None]
+    program: Program | None = None
+    pause: tuple[int, int | None] | None = None
 
 
 Message: TypeAlias = Any
@@ -412,7 +406,7 @@ class Member:
         """Whether the entered generation has announced a change at a step boundary."""
         return self._paused_generation == self.generation
 
-    def begin(self, step: int) -> Go | Hold:
+    def begin(self, step: int) -> Beginning:
         """Whether ``step`` may begin; if so, it counts as begun. Raises Interrupted."""
         if self.is_interrupted:
             raise Interrupted
@@ -427,14 +421,12 @@ class Member:
             self.plans = self.plans[len(due) :]
             if VALIDATES:
                 self.validate()
-            return Go(due[-1].program if due else None, replies)
+            return Beginning(replies, due[-1].program if due else None)
         reached = (self.generation, step)
-        if boundary is None or self._reached_boundary == reached:
-            return Hold(replies, self.pause)
-        self._reached_boundary = reached
-        return Hold(
-            (*replies, messages.Reached(self.rank, self.generation, messages.Milestone.AT_BOUNDARY, step)), self.pause
-        )
+        if boundary is not None and self._reached_boundary != reached:
+            self._reached_boundary = reached
+            replies += (messages.Reached(self.rank, self.generation, messages.Milestone.AT_BOUNDARY, step),)
+        return Beginning(replies, pause=self.pause)
 
     def commit(self, step: int, payload: Any, speculative: bool = False) -> messages.Commit:
         """Message with this worker's contribution to the commit of ``step``.

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 from lightning_recycle.control.protocol import control_collectives, fault_attribution, messages, recovery, step_commit
@@ -265,20 +266,6 @@ def _known_commits(state: MembershipState, statuses: Mapping[int, WorkerStatus],
 
 # ---------------------------------------------------------------------- a coordinator that was started again
 
-_ORDER: tuple[type[Any], ...] = (
-    messages.Restored,
-    messages.Applied,
-    messages.Losses,
-    messages.StopWish,
-    messages.SaveBegun,
-    messages.SaveAnnounced,
-    messages.SaveEnded,
-    messages.Arrive,
-    messages.Ready,
-    messages.Leave,
-    messages.EndRun,
-)
-
 
 def rebuilt(state: MembershipState) -> Next:
     """The state made from what all returned, and messages for those that missed them.
@@ -289,7 +276,8 @@ def rebuilt(state: MembershipState) -> Next:
     returned = state.returned
     members, roster = {rank: returned[rank] for rank in state.roster.ranks}, state.roster
     next_collective = max(each.next_collective for each in members.values())
-    answer = _newest_answer(members, next_collective)
+    answers = (each.answer for each in members.values() if each.answer is not None)
+    answer = next((answer for answer in answers if answer.number == next_collective - 1), None)
     generation = max(state.generation.number, *(member.generation for member in members.values()))
     applied = {rank: each.applied - len(each.facts) for rank, each in members.items() if each.applied >= 0}
     live = {rank: members[rank].applied for rank in roster.ranks}
@@ -330,12 +318,6 @@ def rebuilt(state: MembershipState) -> Next:
     return state, (record, *_resend_missed(state, members, losses, answer))
 
 
-def _newest_answer(members: Mapping[int, messages.Returned], next_collective: int) -> messages.Answer | None:
-    """Answer to the collective before ``next_collective``, if a member keeps it."""
-    answers = (member.answer for member in members.values() if member.answer is not None)
-    return next((answer for answer in answers if answer.number == next_collective - 1), None)
-
-
 def _resend_missed(
     state: MembershipState,
     members: Mapping[int, messages.Returned],
@@ -361,31 +343,25 @@ def _resend_missed(
             yield Resend(tuple(sorted(state.positions.siblings(rank) & members.keys())), each.hook)
 
 
-def returned_events(member: messages.Returned) -> Iterator[Any]:
-    """Messages of ``member`` without an answer, as it sent them."""
-    if member.restored:
-        yield messages.Restored(member.rank, member.restored)
-    yield from member.facts
-    yield from member.losses
-    if member.request is not None:
-        yield member.request
-    if member.save is not None:
-        yield member.save
-        yield from member.announced
-        yield from member.saves_ended
-    if member.arrival is not None:
-        yield member.arrival
-    if member.is_ready:
-        yield messages.Ready(member.rank)
-    if member.leave is not None:
-        yield member.leave
-    if member.ends_run:
-        yield messages.EndRun(member.rank)
+def returned_events(member: messages.Returned) -> tuple[tuple[Any, ...], ...]:
+    """Messages of ``member`` without an answer, as it sent them, by kind."""
 
+    def one(message: Any) -> tuple[Any, ...]:
+        return () if message is None else (message,)
 
-def returned_order(event: Any) -> tuple[int, int]:
-    """Place of one of :func:`returned_events` among those of all workers."""
-    return _ORDER.index(type(event)), getattr(event, "step", 0)
+    return (
+        one(messages.Restored(member.rank, member.restored) if member.restored else None),
+        member.facts,
+        member.losses,
+        one(member.request),
+        one(member.save),
+        member.announced if member.save is not None else (),
+        member.saves_ended if member.save is not None else (),
+        one(member.arrival),
+        one(messages.Ready(member.rank) if member.is_ready else None),
+        one(member.leave),
+        one(messages.EndRun(member.rank) if member.ends_run else None),
+    )
 
 
 def _on_returned(state: MembershipState, event: messages.Returned) -> Next:
@@ -401,11 +377,11 @@ def _go_on_with_returned(state: MembershipState, returned: Mapping[int, messages
     members = [returned[rank] for rank in state.roster.ranks]
     state = recovery.with_leader(state)
     # The words of all on one subject before any on the next: it may complete what the next is judged by.
-    events = [event for member in members for event in returned_events(member)]
-    for event in sorted(events, key=returned_order):
-        if state.outcome is None:
-            state, caused = _handle(state, event)
-            commands += caused
+    for of_kind in zip(*map(returned_events, members), strict=True):
+        for event in sorted(chain.from_iterable(of_kind), key=lambda event: getattr(event, "step", 0)):
+            if state.outcome is None:
+                state, caused = _handle(state, event)
+                commands += caused
     if state.outcome is not None:
         return state, commands
     state, regroup = recovery.begin_generation(state)

@@ -157,22 +157,33 @@ class RunRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class Process:
+    """Process of a worker.
+
+    ``token``: a random name. ``node``: its machine; workers of one machine are put into the same pipelines. ``space``:
+    the same for processes that see each other's process ids; "" if unknown. ``incarnation``: the number of processes
+    that held its position before.
+    """
+
+    token: str
+    pid: int
+    node: str = ""
+    space: str = ""
+    incarnation: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Hello:
     """The first message on a connection.
 
     ``rank``: None for a worker started by hand, which is assigned a position. ``joining``: whether the training may
-    have begun without it; it enters at a step boundary. ``node``: its machine; workers of one machine are put into the
-    same pipelines. ``token``: a random name of the process. ``space``: the same for processes that see each other's
-    process ids; "" if unknown.
+    have begun without it; it enters at a step boundary.
     """
 
     rank: int | None
-    pid: int
+    process: Process
     joining: bool = False
-    node: str = ""
     wants: RunRequest | None = None
-    token: str = ""
-    space: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -679,9 +690,9 @@ class Returned(FromWorker):
     ranks and generations are -1 where there is none; messages that it has sent or received are kept as they were.
 
     Args:
-        pid, node, token, space: as in :class:`Hello`.
+        process: with the incarnation of its :class:`Assign`.
         run: as in :class:`Enrolled`.
-        incarnation, joining: as in its :class:`Assign`.
+        joining: as in its :class:`Assign`.
         wants: the request of its script, with the grid that it was assigned.
         generation: the newest that was announced to it.
         applied: the newest step that it has applied, or got with its state.
@@ -700,12 +711,8 @@ class Returned(FromWorker):
         is_ready, leave, ends_run, measured: the messages of that kind that it has sent.
     """
 
-    pid: int
-    node: str
-    token: str
-    space: str
+    process: Process
     run: str
-    incarnation: int = 0
     joining: bool = False
     wants: RunRequest | None = None
     generation: int = -1

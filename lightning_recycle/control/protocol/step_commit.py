@@ -151,7 +151,8 @@ def on_applied(state: MembershipState, event: messages.Applied) -> Next:
         if difference:
             return end(state, _difference_failure(event.step, difference))
     facts = {**state.steps.facts, event.step: reported}
-    state = fault_attribution.add_checked(state, event)
+    if event.facts.checked is not None:
+        state = state.updated(checks=state.checks.add(event.rank, event.step, event.facts.checked))
     state, commands = count_steps(state.with_steps(facts=facts, applied=applied))
     if not state.roster.newcomers or state.outcome is not None:
         return state, commands
