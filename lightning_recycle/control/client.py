@@ -321,7 +321,7 @@ class ControlClient(ActivityRecorder):
         as in :class:`~lightning_recycle.control.protocol.messages.Raised`.
         """
         summary, text = describe_error(error)
-        self.send(self.member.report_exception(step, operation, summary, text, exact, sticky))
+        self.send(messages.Raised(self.rank, self.generation, step, operation, summary, text, exact, sticky))
         return self._wait(self.member.exception_verdict, "a verdict on its exception").own
 
     def report_and_wait(self, status: WorkerStatus, payload: Any = None, cuts: messages.Cuts = ()) -> messages.Resume:
@@ -330,7 +330,7 @@ class ControlClient(ActivityRecorder):
         ``payload``: the contribution to the commit of its step, if REDUCED. ``cuts``: its layout. Raises Interrupted
         when a newer generation was announced meanwhile.
         """
-        self.send(self.member.report(status, pack(payload), cuts))
+        self.send(messages.Report(self.rank, self.generation, status, pack(payload), self.member.begun, cuts))
         return self._wait(self.member.resume_message, "the others to report", interruptible=True)
 
     def commit(self, step: int, payload: Any) -> dict[int, Any]:
@@ -343,7 +343,7 @@ class ControlClient(ActivityRecorder):
 
     def send_commit(self, step: int, payload: Any, speculative: bool) -> None:
         """As :meth:`commit`, without waiting; ``speculative``: does not wait later either."""
-        self.send(self.member.commit(step, pack(payload), speculative))
+        self.send(messages.Commit(self.rank, self.generation, step, pack(payload), speculative))
 
     def commit_answer(self, step: int) -> messages.Committed | None:
         """The answer that every live worker has contributed to ``step``; None before."""
@@ -355,7 +355,7 @@ class ControlClient(ActivityRecorder):
 
     def undo(self, step: int, timeout: float) -> NoReturn:
         """Reports a wrong speculation in ``step``; raises Interrupted when it is dropped."""
-        self.send(self.member.undo(step))
+        self.send(messages.Undo(self.rank, self.generation, step))
         self.await_announcement(timeout)
         raise Interrupted
 
@@ -439,7 +439,8 @@ class ControlClient(ActivityRecorder):
         what = "the other members of its position, in a hook"
 
         def wait(interruptible: bool) -> bool:
-            self.send(self.member.reach_hook())
+            number = self.member.hook_count
+            self.send(messages.Reached(self.rank, self.generation, messages.Milestone.IN_HOOK, number))
             with self.waiting(what):  # for them, and not for the coordinator
                 return self._wait(lambda: self.member.try_enter_hook() or None, what, None, interruptible, shown=False)
 
@@ -524,7 +525,7 @@ class ControlClient(ActivityRecorder):
 
         Hides failures of others, like :meth:`arrive`.
         """
-        self.send(self.member.request_stop(point))
+        self.send(messages.StopWish(self.rank, point))
         what = "the others, to stop training"
         verdict = self._hiding_failures(
             lambda interruptible: self._wait(lambda: self.member.stop_verdict(point), what, interruptible=interruptible)
@@ -636,7 +637,8 @@ class ControlClient(ActivityRecorder):
                 # The coordinator closes the connection; the main thread says why.
                 self.leave(EXIT_STOPPED if message.late else EXIT_RAISED)
             if isinstance(message, messages.Enrolled):
-                self._enroll(message)
+                if self._enrolled is None or self.member.assignment is None:
+                    self._enrolled = message  # a coordinator of another run will tell this worker to end
                 continue
             if isinstance(message, messages.Alive):
                 self._connection.limit_quiet(message.timeout)
@@ -667,10 +669,6 @@ class ControlClient(ActivityRecorder):
     @property
     def _may_reconnect(self) -> bool:
         return self._enrolled is not None and self._patience > 0 and not self._leaving
-
-    def _enroll(self, message: messages.Enrolled) -> None:
-        if self._enrolled is None or self.member.assignment is None:
-            self._enrolled = message  # a coordinator of another run will tell this worker to end
 
     def _reconnect(self) -> bool:
         """Looks for a lost coordinator's successor; False if this process must end."""

@@ -126,12 +126,13 @@ class EndSignals:
 
 
 class RunAttempt:
-    """One attempt of a run; ``history`` and ``schedules`` are there once it has ended."""
+    """One attempt of a run; adds to ``history`` and ``schedules`` when it has ended."""
 
-    def __init__(self, run: PreparedRun, number: int, signals: EndSignals) -> None:
-        self.history: list[Event] = []
-        self.schedules: list[Schedule] = []
+    def __init__(
+        self, run: PreparedRun, number: int, signals: EndSignals, history: list[Event], schedules: list[Schedule]
+    ) -> None:
         self._run, self._number, self._signals = run, number, signals
+        self._history, self._schedules = history, schedules
         self._profile_path, self._profile = run.find_profile()
         self._setup = replace(run.setup, profiles=self._profile_path is not None and self._profile is None)
         self._group: WorkerGroup
@@ -144,10 +145,7 @@ class RunAttempt:
         planner.prepare()
         monitor = Monitor(Path(sys.argv[0]).name, self._run.samples_per_step)
         shows, http = _shown_at(options.monitoring.status)
-        with (
-            served(monitor, http, shows),
-            self._make_group() as group,
-        ):
+        with served(monitor, http, shows), self._make_group() as group:
             self._group = group
             self._coordinator = self._make_coordinator(planner)
             outcome: Outcome | None = None
@@ -258,7 +256,8 @@ class RunAttempt:
             writers = self._coordinator.writer_processes() if completes else []
             self._group.end(writers, self._run.options.checkpoints.signal_timeout)
         self._coordinator.close()
-        self.history, self.schedules = list(self._coordinator.history), list(self._coordinator.schedules)
+        self._history += self._coordinator.history
+        self._schedules += self._coordinator.schedules
 
 
 def devices_left(run: PreparedRun) -> int:
@@ -395,7 +394,8 @@ class SupervisorLauncher:
                 " RecoveryOptions(on_stage_lost='raise') ends it instead."
             )
         for number in itertools.count():
-            outcome = self._attempt(run, number, signals)
+            outcome = RunAttempt(run, number, signals, self.history, self.schedules).run()
+            self._has_run = True
             if isinstance(outcome, Finished):
                 return self._take_results(run, outcome, signals)
             if signals.received is not None and (outcome is None or isinstance(outcome, Ended)):
@@ -405,16 +405,6 @@ class SupervisorLauncher:
             if not isinstance(outcome, StageLost) or not restarts or signals.received is not None:
                 raise error_of(outcome, run.setup.positions, self.history)
             run = self._restarted(run, policy, outcome)
-
-    def _attempt(self, run: PreparedRun, number: int, signals: EndSignals) -> Outcome | None:
-        attempt = RunAttempt(run, number, signals)
-        try:
-            outcome = attempt.run()
-        finally:
-            self.history += attempt.history
-            self.schedules += attempt.schedules
-        self._has_run = True
-        return outcome
 
     def _take_results(self, run: PreparedRun, outcome: Finished, signals: EndSignals) -> Any:
         self._interrupted = False

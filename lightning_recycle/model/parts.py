@@ -374,20 +374,18 @@ class LayerParts(ModelParts):
         self, kind: str, arguments: tuple[Any, ...]
     ) -> tuple[Callable[[Any], tuple[Any, Any]], Callable[[StepRecorder, Any, Any, int], bytes]]:
         module, indices = self.module, BatchIndices(*arguments)
-        if kind == "predict":
-            return (
-                lambda batch: (call_at(indices, module.predict_input, batch), None),
-                lambda recorder, output, _, samples: recorder.record(
-                    call_at, indices, module.on_predict_output, output, samples=samples
-                ),
-            )
-        hook = module.on_validation_output if kind == "validation" else module.on_test_output
-        return (
-            lambda batch: call_at(indices, module.split_batch, batch),
-            lambda recorder, output, target, samples: recorder.record(
-                call_at, indices, hook, output, target, samples=samples
-            ),
-        )
+        has_targets, hook = kind != "predict", getattr(module, f"on_{kind}_output")
+
+        def split(batch: Any) -> tuple[Any, Any]:
+            if not has_targets:
+                return call_at(indices, module.predict_input, batch), None
+            parts: tuple[Any, Any] = call_at(indices, module.split_batch, batch)
+            return parts
+
+        def record(recorder: StepRecorder, output: Any, target: Any, samples: int) -> bytes:
+            return recorder.record(call_at, indices, hook, output, *([target] * has_targets), samples=samples)
+
+        return split, record
 
     @override
     def rebuild(self, state: Mapping[str, Any]) -> None:

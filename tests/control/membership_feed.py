@@ -50,7 +50,16 @@ class Scene:
 
 given = Scene
 
-_PLAIN = {"int": 0, "float": 0.0, "str": "", "bool": False, "Mapping": {}, "tuple": (), "Activity": m.Activity(0, "F")}
+_PLAIN = {
+    "int": 0,
+    "float": 0.0,
+    "str": "",
+    "bool": False,
+    "Mapping": {},
+    "tuple": (),
+    "Activity": m.Activity(0, "F"),
+    "Process": m.Process("", 1),
+}
 
 
 def dummy(kind: type, **fields: Any) -> Any:
@@ -64,7 +73,7 @@ def dummy(kind: type, **fields: Any) -> Any:
 
 def _with_losses(state: s.MembershipState, newest: int) -> s.MembershipState:
     """The losses of all steps up to ``newest`` are known."""
-    of_all = dict.fromkeys(range(state.grid.global_microbatches), 0.5)
+    of_all = dict.fromkeys(range(state.positions.grid.global_microbatches), 0.5)
     for step in range(state.steps.summed, newest + 1):
         state, _ = transition(state, m.Losses(min(state.roster.live), step, of_all))
     return state

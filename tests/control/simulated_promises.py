@@ -370,7 +370,7 @@ class Promises:
 
     def on_verdict(self, raised: messages.Raised, verdict: Any, state: s.MembershipState) -> None:
         """``verdict`` follows from what a worker ``raised``."""
-        stage, place = state.stage_of(raised.rank), (raised.step, raised.operation)
+        stage, place = state.positions.stage(raised.rank), (raised.step, raised.operation)
         peers = state.holding(stage, without={raised.rank})
         of_stage = [(other, version, done) for of, other, version, done, _ in self._raised if of == stage]
         before = [done for _, version, done in of_stage if version == state.steps.version]
@@ -403,7 +403,7 @@ class Promises:
             self._cannot_be_repaired = False
         if record.kind == "disturbance" and "broken_pairs" in record.details:
             places = record.details["broken_pairs"]
-            ranks = {state.place(rank): rank for rank in range(state.num_workers)}
+            ranks = {state.positions.place(rank): rank for rank in range(state.positions.num_workers)}
             pairs = [(ranks[one], ranks[other]) for one, other in places]
             self._check_irreparable(pairs, state)
         if record.kind == "paused":
@@ -420,7 +420,7 @@ class Promises:
             # killed is among them, and not told again: workers keep what they said of their newest two.
             self._completed += [step for step in range(record.step) if step not in self._completed]
         elif record.kind == "left" and record.rank is not None:
-            stage, gone = state.stage_of(record.rank), state.positions.all_members({record.rank})
+            stage, gone = state.positions.stage(record.rank), state.positions.all_members({record.rank})
             holders = {w.rank for w in self.members.values() if w.stage == stage and w.has_state} - gone
             if not state.positions.whole(holders & state.roster.live):
                 raise Violation(f"worker {record.rank} is let go, and nobody else holds stage {stage}")
@@ -522,7 +522,7 @@ def smallest_repairs(pairs: Collection[s.Pair], state: s.MembershipState) -> lis
             set(evicted)
             for evicted in combinations(ranks, size)
             if all(set(pair) & positions.all_members(evicted) for pair in pairs)
-            and all(state.holding(stage, without=evicted) for stage in range(state.grid.stages))
+            and all(state.holding(stage, without=evicted) for stage in range(state.positions.grid.stages))
             and _can_recover(state, positions.all_members(evicted))
         ]
         if found:
@@ -538,6 +538,6 @@ def _can_recover(state: s.MembershipState, evicted: Collection[int]) -> bool:
             for rank, r in state.generation.reports.items()
             if rank in held.difference(evicted)
         )
-        for held in map(state.holders, range(state.columns))
+        for held in map(state.holders, range(state.positions.columns))
     ]
     return max(best) - min(best) <= 1

@@ -205,7 +205,7 @@ class Run:
         self._waiters: dict[Fact, list[tuple[SimulatedWorker, set[Fact]]]] = {}
         self._disturbances_left = MAX_DISTURBANCES
         late = self._latecomers(random.Random(f"quorum {seed}")) if quorum else frozenset[int]()
-        for rank in set(range(self.state.num_workers)) - late:
+        for rank in set(range(self.state.positions.num_workers)) - late:
             self._start(rank, joins=False)
         for _ in range(self.chance.choice((0, 1, 1, 2, 2, 3, 4, 5))):
             self._at(self.random() * FAULTS_END, self._fault)
@@ -233,7 +233,7 @@ class Run:
         if stops:
             at = wishes.choice(points)
             together = wishes.random() < 0.4  # as a decision on values that all have
-            for rank in range(self.state.num_workers):
+            for rank in range(self.state.positions.num_workers):
                 if together or wishes.random() < 0.5:
                     self._wishes[rank] = at if together else wishes.choice(points)
             self.promises.wishes = self._wishes
@@ -258,7 +258,7 @@ class Run:
 
         The coordinator stops waiting for them at some moment; now and then it asks too early, or more than once.
         """
-        ranks = range(self.state.num_workers)
+        ranks = range(self.state.positions.num_workers)
         first = {chance.choice([r for r in ranks if r % self.grid.stages == s]) for s in range(self.grid.stages)}
         late = frozenset(rank for rank in ranks if rank not in first and chance.random() < 0.6)
         self._spawns_left += len(late)
@@ -991,7 +991,7 @@ class Run:
                 self.met["layers under way"] += 1
                 if self._layouts.random() < 0.3:
                     self._at(self.delay() * 4, self._fault)
-            self.met["loss computed again"] += len(decision.ahead) == self.state.columns
+            self.met["loss computed again"] += len(decision.ahead) == self.state.positions.columns
             of_stage = Counter(column // self.members for column in decision.ahead)
             self.met["a stage ahead in part"] += any(count < self.members for count in of_stage.values())
             if message.donors and self._follow_ups and self.random() < 0.5:
@@ -1144,7 +1144,7 @@ class Run:
         if len(ranks) < 2:
             return
         low, high = sorted(self._links.sample(ranks, 2))
-        replaceable = any(len(self.state.holding(self.state.stage_of(rank))) > 1 for rank in (low, high))
+        replaceable = any(len(self.state.holding(self.state.positions.stage(rank))) > 1 for rank in (low, high))
         if not replaceable and self._links.random() < 0.9:
             return
         self._cuts[low, high] = self._links.choice(((low, high), (low, high), (low,), (high,)))

@@ -313,7 +313,8 @@ class SimulatedWorker:
 
     def settle(self, place: tuple[int, str], error: Mishap, exact: bool) -> Waits:
         """Returns if it is to do the same again: ControlClient.await_verdict, and what follows."""
-        self.network.send(self, self.member.report_exception(*place, "OSError", "", exact, error.sticky))
+        raised = messages.Raised(self.rank, self.generation, *place, "OSError", "", exact, error.sticky)
+        self.network.send(self, raised)
         yield from self.wait(lambda: self.member.exception_verdict() is not None, interruptible=False)
         judged = self.member.exception_verdict()
         assert judged is not None
@@ -360,7 +361,8 @@ class SimulatedWorker:
         if place[0] != "in":
             yield from self.confirmed()
         while True:
-            self.send(self.member.reach_hook())
+            number = self.member.hook_count
+            self.send(messages.Reached(self.rank, self.generation, messages.Milestone.IN_HOOK, number))
             try:
                 yield from self.wait(self.member.try_enter_hook)
             except Interrupted:
@@ -423,7 +425,7 @@ class SimulatedWorker:
 
     def request_stop(self, point: int) -> Generator[Any, None, bool]:
         """ControlClient.request_stop_and_wait."""
-        self.send(self.member.request_stop(point))
+        self.send(messages.StopWish(self.rank, point))
         while True:
             try:
                 yield from self.wait(lambda: self.member.stop_verdict(point) is not None)
@@ -594,7 +596,8 @@ class SimulatedWorker:
         if self.reduced and (self.leaves_open(self.version) or unproven == self.version):
             self.reduced, self.payload = False, None
         status = messages.WorkerStatus(self.column, version, self.reduced, self.speculative, self.has_shadow)
-        self.send(self.member.report(status, self.payload, self.cuts))
+        begun = self.member.begun
+        self.send(messages.Report(self.rank, self.generation, status, self.payload, begun, self.cuts))
         yield from self.wait(lambda: self.member.resume_message() is not None)
         resume = self.member.resume_message()
         assert resume is not None
@@ -863,7 +866,8 @@ class SimulatedWorker:
 
     def tell_of(self, step: int) -> None:
         """Executor._tell."""
-        self.send(self.member.commit(step, (self.column, step), self.speculates))
+        payload = self.column, step
+        self.send(messages.Commit(self.rank, self.generation, step, payload, self.speculates))
 
     def step_speculatively(self, step: int) -> Waits:
         """Executor._commit_and_apply, where the optimizer may step before all are REDUCED."""
@@ -884,7 +888,7 @@ class SimulatedWorker:
         committed = self.member.commit_answer(step)
         assert committed is not None
         if committed.speculative and self.network.is_wrong(step):
-            self.send(self.member.undo(step))
+            self.send(messages.Undo(self.rank, self.generation, step))
             yield from self.wait(lambda: self.is_interrupted, interruptible=False)
             raise Interrupted
 
@@ -936,7 +940,7 @@ class SimulatedWorker:
         yield from self.apply()
 
     def commit(self, step: int) -> Waits:
-        self.send(self.member.commit(step, self.payload))
+        self.send(messages.Commit(self.rank, self.generation, step, self.payload))
         yield from self.wait(lambda: self.member.commit_answer(step) is not None)
         committed = self.member.commit_answer(step)
         assert committed is not None

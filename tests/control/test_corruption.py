@@ -20,7 +20,7 @@ from lightning_recycle.control.protocol.fault_attribution import (
 )
 from lightning_recycle.control.protocol.messages import FINITE, IS_FINITE, NOT_FINITE, WorkerStatus
 from lightning_recycle.control.protocol.state import Checks, Dispute
-from lightning_recycle.planning.grid import Grid
+from lightning_recycle.planning.grid import Grid, Positions
 
 A, B, C, D = (bytes([letter]) * 16 for letter in b"abcd")
 
@@ -175,7 +175,7 @@ def at_boundary(state: s.MembershipState, step: int) -> tuple[s.MembershipState,
 @pytest.mark.parametrize(("every", "steps"), [(0, 5), (7, 7)])
 def test_the_next_check_is_announced_with_the_loss_of_the_step_before(every, steps):
     state, _ = feed(running(Checks(every=every)), all_losses(0))
-    state = state.updated(grid=replace(GRID, microbatches=1)).with_steps(summed=1)
+    state = state.updated(positions=Positions(replace(GRID, microbatches=1))).with_steps(summed=1)
     state, _ = checked(state, 0, {})
     announced = []
     for step in range(1, 20):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.hostile import MESSAGES, any_message, bytes_like_frames, damaged_frames, values_of
+from support.hostile import any_message, bytes_like_frames, damaged_frames, values_of
 
 from lightning_recycle.control import client
 from lightning_recycle.control.network.connection import HEADER_BYTES, BadMessageError, decode, encode, parse_header
@@ -36,7 +36,7 @@ def _sorted(value: Any) -> Any:
     return msgspec.to_builtins(value, order="deterministic", builtin_types=(bytes,))
 
 
-@pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", messages.TYPES, ids=lambda kind: kind.__name__)
 def test_every_message_arrives_as_it_was_sent(kind):
     @settings(max_examples=20, deadline=None, suppress_health_check=_SLOW, derandomize=True)
     @given(message=values_of(kind))
@@ -60,7 +60,7 @@ def test_other_bytes_are_refused_or_a_message(frame):
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=_SLOW, derandomize=True)
-@given(message=any_message(), other=st.sampled_from(MESSAGES))
+@given(message=any_message(), other=st.sampled_from(messages.TYPES))
 def test_the_fields_of_one_message_are_another_only_if_they_fit(message, other):
     body = bytes(encode(message))[HEADER_BYTES:]
     try:
@@ -74,8 +74,15 @@ def test_every_message_has_a_side_that_may_say_it():
     said = {*messages.FROM_WORKERS, *messages.FROM_SPARES, *messages.TO_WORKERS, *messages.FIRST}
     parts = {messages.Activity, messages.Checked, messages.Facts, messages.Vote, messages.RunRequest}
     parts |= {messages.LayerFacts, messages.Profiled, messages.SaveFailure, messages.SaveStatus}
-    parts |= {messages.WorkerStatus, messages.Adoption, messages.Decision, messages.FromWorker, messages.ToWorker, messages.Process}
-    assert set(MESSAGES) - said == parts, "parts of other messages"
+    parts |= {
+        messages.WorkerStatus,
+        messages.Adoption,
+        messages.Decision,
+        messages.FromWorker,
+        messages.ToWorker,
+        messages.Process,
+    }
+    assert set(messages.TYPES) - said == parts, "parts of other messages"
 
 
 def test_scalars_of_numpy_are_sent_as_numbers():

@@ -102,7 +102,7 @@ def state(**changes: object) -> MembershipState:
     of_roster = {name: value for name, value in changes.items() if name in ("live", "joined", "joining")}
     of_generation = {name: value for name, value in changes.items() if name not in of_roster}
     roster = Roster(ALL, joined=ALL).updated(**of_roster)
-    return MembershipState(GRID, roster, Generation(1).updated(**of_generation))
+    return MembershipState(Positions(GRID), roster, Generation(1).updated(**of_generation))
 
 
 def regrouping(*reported: int) -> MembershipState:
@@ -441,7 +441,7 @@ def test_who_waits_in_a_hook_for_a_sibling_that_works_there_is_not_stuck():
     grid = Grid(2, 1, 1)
     watch = failure_detector.FailureDetector(Positions(grid, 2), OPTIONS)
     reports = {rank: Report(rank, 1, WorkerStatus(rank % 2, 0, False)) for rank in (2, 3)}
-    case = MembershipState(grid, Roster(ALL, joined=ALL), Generation(1, True, reports), members_per_position=2)
+    case = MembershipState(Positions(grid, 2), Roster(ALL, joined=ALL), Generation(1, True, reports))
     watch.begin_regroup(10.0)
 
     def judged(sibling_waits: bool) -> set[int]:

@@ -10,10 +10,10 @@ from lightning_recycle.control.monitoring import history as module
 from lightning_recycle.control.monitoring.history import Digest, Event, History
 from lightning_recycle.control.protocol.messages import FaultInjected
 from lightning_recycle.control.protocol.state import Generation, MembershipState, Record, Roster, Steps
-from lightning_recycle.planning.grid import Grid
+from lightning_recycle.planning.grid import Grid, Positions
 
 GRID = Grid(2, 2, 1)
-STATE = MembershipState(GRID, Roster(frozenset({0, 1, 2})), Generation(4), Steps(version=7))
+STATE = MembershipState(Positions(GRID), Roster(frozenset({0, 1, 2})), Generation(4), Steps(version=7))
 
 
 class Recorder:
@@ -160,7 +160,7 @@ def test_a_loss_is_a_warning_that_says_who_why_and_how_many_are_left(recorder, c
 
 def test_before_the_first_generation_awaited_workers_do_not_count(caplog):
     roster = Roster(frozenset({0, 1, 2}), joined=frozenset({1, 3}))
-    History(GRID).record(Record("failure", 0, 3, {"cause": "killed"}), MembershipState(GRID, roster))
+    History(GRID).record(Record("failure", 0, 3, {"cause": "killed"}), MembershipState(Positions(GRID), roster))
     assert caplog.messages == ["Worker (1, 1) was lost at step 0: killed. Connected workers: 1 of 4."]
 
 

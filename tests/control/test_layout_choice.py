@@ -113,6 +113,6 @@ def test_layers_move_away_from_the_stage_that_has_lost_a_worker(open_plans, dead
     (ready,) = found
     assert [end - begin for begin, end in pairwise(ready.cuts)][dead.stage] < 8
     assert GRID.rank(dead) not in ready.roster
-    chosen = plans._layouts.choice_of(ready.cuts)
+    chosen = plans.layouts.choice_of(ready.cuts)
     assert chosen.judgement.schedule.failed == {dead}
     validate(chosen.judgement.schedule)

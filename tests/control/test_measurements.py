@@ -71,15 +71,15 @@ class FoundLayouts:
     def __init__(self, plans: RunPlans, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked = 0
         self.plans = plans
-        plans.layout_is((0, 3, 6))
-        monkeypatch.setattr(plans._layouts, "_ask", self._ask)
+        plans.layouts.cuts = 0, 3, 6
+        monkeypatch.setattr(plans.layouts, "_ask", self._ask)
         monkeypatch.setattr(plans._background, "take", self._take)
-        monkeypatch.setattr(plans._layouts, "_objection", lambda cuts: "")
+        monkeypatch.setattr(plans.layouts, "_objection", lambda cuts: "")
         self._found: list[Any] = []
 
     def _ask(self, schedule: Schedule) -> None:
         self.asked += 1
-        reroute = Candidate("reroute", self.plans._layouts.cuts, schedule.problem, 1.0)
+        reroute = Candidate("reroute", self.plans.layouts.cuts, schedule.problem, 1.0)
         moved = Candidate("layers", (0, 4, 6), schedule.problem, 1.0 - GAIN, stall=0.5)
         self._found = [LayoutPlan(reroute, moved, 1e9)]
 

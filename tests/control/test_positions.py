@@ -71,6 +71,6 @@ def test_a_worker_is_given_up_while_all_members_of_another_position_are_well(sil
 def test_the_workers_say_how_many_processes_a_position_has():
     wants = messages.RunRequest("fit", GRID, True, members=2)
     terms = settle({}, wants)
-    assert (terms.members, terms.num_workers) == (2, 4)
+    assert (terms.positions.members, terms.positions.num_workers) == (2, 4)
     other = difference({}, terms, messages.RunRequest("fit", GRID, True))
     assert "The number of processes of a position is 1 in this script, and 2 in the run" in other.why

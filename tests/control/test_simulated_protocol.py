@@ -353,7 +353,7 @@ MUTATIONS: list[tuple[str, Any, str, str, str]] = [
      "event.generation != state.generation.number or", ""),
     ("who joins counts as having the state", state.MembershipState, "holders",
      "self.roster.live - self.roster.joining", "self.roster.live"),
-    ("the donor is anybody", membership, "_resume", "min(state.holders(state.column_of(rank)))",
+    ("the donor is anybody", membership, "_resume", "min(state.holders(state.positions.column(rank)))",
      "min(state.roster.live)"),
     ("a stage without a holder goes on", membership, "_on_report", "not state.holders(column)", "False"),
     ("where all go on is what the fastest can reach", recovery, "committed_version",
@@ -362,7 +362,8 @@ MUTATIONS: list[tuple[str, Any, str, str, str]] = [
      "min(version, known_losses)", "version"),
     ("nobody adopts a gradient", recovery, "decide", "adoptions.append(", "(lambda _: None)("),
     ("a gradient is adopted from who lacks it", recovery, "decide", "min(donors)", "min(workers.keys() - has)"),
-    ("a loss is told without all of its parts", step_commit, "_sum_up", "< state.grid.global_microbatches", "< 1"),
+    ("a loss is told without all of its parts", step_commit, "_sum_up", "< state.positions.grid.global_microbatches",
+     "< 1"),
     ("a step counts when the first has applied it", step_commit, "count_steps",
      "min(steps.applied", "max(steps.applied"),
     ("a commit does not wait for all", step_commit, "on_commit", "commits.keys() != state.roster.live", "False"),
@@ -382,7 +383,7 @@ MUTATIONS: list[tuple[str, Any, str, str, str]] = [
      "arrive.generation is None", "True"),
     ("a death completes what it should retract", membership, "_settle_and_regroup",
      "control_collectives.forget_retracted(", "("),
-    ("one stage's result is enough", control_collectives, "_answer_if_complete", "< state.columns", "< 1"),
+    ("one stage's result is enough", control_collectives, "_answer_if_complete", "< state.positions.columns", "< 1"),
     ("the dead are waited for", control_collectives, "_answer_if_complete",
      "state.roster.live <=", "state.roster.joined | state.roster.causes.keys() <="),
 ]
@@ -488,21 +489,21 @@ REVIVAL: list[tuple[str, Any, str, str, str]] = [
      "one(member.arrival)", "()"),
     ("exceptions wait for a verdict forever", membership, "_go_on_with_returned",
      "member.raised is not None", "False"),
-    ("a worker forgets its part of a collective", MessageRecord, "record_sent", "self.arrival = message", "pass"),
+    ("a worker forgets its part of a collective", MessageRecord, "record_sent", "self._keep(arrival=message)", "pass"),
     ("a worker forgets the answer", MessageRecord, "record_received",
-     "self.answer, self._answered_at = message, begun", "pass"),
+     "self._keep(answer=message)", "pass"),
     ("a worker forgets the answer too soon", MessageRecord, "record_begun", "step >= self._answered_at +", "True or"),
     ("a worker forgets the loss", MessageRecord, "record_received",
      "self._step_losses[message.step] = message", "pass"),
-    ("a worker forgets a commit", MessageRecord, "record_received", "self.newest_commit = message\n", "pass\n"),
+    ("a worker forgets a commit", MessageRecord, "record_received", "self._keep(newest_commit=message)", "pass"),
     ("a worker forgets what a recovery told of a commit", MessageRecord, "record_received",
      "if message.commits:", "if False:"),
-    ("a worker does not say what it applied", MessageRecord, "record_sent", "self.applied = message.step", "pass"),
+    ("a worker does not say what it applied", MessageRecord, "record_sent", ", applied=message.step", ""),
     ("a worker does not say where it got its state", MessageRecord, "record_sent",
-     "self.applied = self.joins_after", "pass"),
+     "self._keep(applied=kept.joins_after)", "pass"),
     ("what was on its way to the last holder is forgotten", membership, "rebuilt", "default=members[rank].joins_after",
      "default=-1"),
-    ("a worker forgets its exception", MessageRecord, "record_sent", "self.raised = message", "pass"),
+    ("a worker forgets its exception", MessageRecord, "record_sent", "self._keep(raised=message)", "pass"),
 ]
 """As above, in histories in which the coordinator is killed. Who may return to it: see test_admission.py."""
 
@@ -615,11 +616,11 @@ SAVES_REVIVAL: list[tuple[str, Any, str, str, str]] = [
      "== begun >= 0", "is ..."),
     ("announcements are not written down", journal, "journal_entry", "state.saves,", "SaveState(),"),
     ("a worker forgets the batch that it has begun", MessageRecord, "record_sent",
-     "self.save, self.announced, self.saves_ended = message, (), ()", "pass"),
+     "self._keep(save=message, announced=(), saves_ended=())", "pass"),
     ("a writer forgets its announcement", MessageRecord, "record_sent",
-     "self.announced = (*self.announced, message)", "pass"),
+     "self._keep(announced=(*kept.announced, message))", "pass"),
     ("a writer forgets that it is done", MessageRecord, "record_sent",
-     "self.saves_ended = (*self.saves_ended, message)", "pass"),
+     "self._keep(saves_ended=(*kept.saves_ended, message))", "pass"),
 ]
 """As above, and the coordinator is killed."""
 
@@ -629,7 +630,7 @@ LAYOUTS_REVIVAL: list[tuple[str, Any, str, str, str]] = [
 """As above, and the coordinator is killed."""
 
 STOPPING_REVIVAL: list[tuple[str, Any, str, str, str]] = [
-    ("a worker forgets its wish to stop", MessageRecord, "record_sent", "self.request = message", "pass"),
+    ("a worker forgets its wish to stop", MessageRecord, "record_sent", "self._keep(request=message)", "pass"),
     ("nobody is told again that all stop", membership, "_resend_missed",
      "yield Resend(state.roster.ranks, messages.StopVerdict(stop.point, stop.agreed))", "pass"),
     ("all are told again that they stop", membership, "_resend_missed", "stop.agreed", "True"),

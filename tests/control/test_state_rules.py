@@ -63,7 +63,7 @@ def test_the_state_of_a_worker_in_step_5(status, state):
 def test_each_rank_has_one_standing():
     state = running_without_3()
     assert [state.standing(rank) for rank in ALL] == [Standing.LIVE] * 3 + [Standing.VACANT]
-    assert s.initial_state(state.grid).standing(0) is Standing.AWAITED
+    assert s.initial_state(state.positions.grid).standing(0) is Standing.AWAITED
     assert feed(state, messages.Ready(3))[0].standing(3) is Standing.READY
     assert replace(state, returned={}).standing(0) is Standing.AWAITED
     assert state.with_roster(dismissed={3: (1, 2)}).standing(3) is Standing.BARRED

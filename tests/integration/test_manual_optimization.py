@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_recycle import ConfigurationError, ReCycleError, ReCycleStrategy
 from lightning_recycle.callbacks import Fault
+from lightning_recycle.control.protocol.messages import Commit
 from lightning_recycle.launch.worker_group import _ensure_fork_server, process_context
 
 PIPELINES = 3
@@ -95,7 +96,7 @@ class GAN(L.LightningModule):
         def commit(step: int, payload: Any) -> Any:
             send = type(client).commit
             if strategy.grid_rank == self.dies[0]:
-                client.send(client.member.commit(step, b""))
+                client.send(Commit(client.rank, client.generation, step, b""))
                 os.kill(os.getpid(), signal.SIGKILL)
             return send(client, step, payload)
 

@@ -19,13 +19,6 @@ from lightning_recycle.planning.costs import Footprint, StageProfile
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.split_backward import SplitTrial
 
-MESSAGES: tuple[type[Any], ...] = tuple(
-    value
-    for value in vars(messages).values()
-    if dataclasses.is_dataclass(value) and isinstance(value, type) and value.__module__ == messages.__name__
-)
-"""Every dataclass of the module of messages."""
-
 _LEAVES: dict[Any, st.SearchStrategy[Any]] = {
     bool: st.booleans(),
     # Around what a run has, where damage is subtle, and at the ends of what can be sent.
@@ -73,7 +66,7 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
 
 def any_message() -> st.SearchStrategy[Any]:
     """Any message, of either side, with any content."""
-    return st.sampled_from(MESSAGES).flatmap(values_of)
+    return st.sampled_from(messages.TYPES).flatmap(values_of)
 
 
 def damaged_frames() -> st.SearchStrategy[bytes]:
@@ -98,7 +91,7 @@ def bytes_like_frames() -> st.SearchStrategy[bytes]:
     """Any bytes, and any bytes behind a header that fits them or announces more."""
     headers = st.builds(
         lambda number, size: number.to_bytes(2, "big") + size.to_bytes(net.HEADER_BYTES - 2, "big"),
-        st.integers(0, len(MESSAGES) + 1),
+        st.integers(0, len(messages.TYPES) + 1),
         st.integers(0, 100) | st.integers(0, 2**64 - 1),
     )
     return st.binary(max_size=300) | st.builds(lambda head, body: head + body, headers, st.binary(max_size=100))
@@ -110,7 +103,7 @@ def hostile_inputs() -> st.SearchStrategy[tuple[list[Any], bool, bool]]:
         any_message(),
         damaged_frames(),
         bytes_like_frames(),
-        st.builds(messages.Hello, st.none() | st.integers(-1, 4), st.integers(0, 9), st.booleans()),
+        st.builds(messages.Hello, st.none() | st.integers(-1, 4), values_of(messages.Process), st.booleans()),
     )
     return st.tuples(st.lists(said, max_size=4), st.booleans(), st.booleans())
 

@@ -260,7 +260,7 @@ class Admission:
         """Whether the position that a worker claims is free for it."""
         if hello.rank is None:
             return True
-        if not 0 <= hello.rank < self._state().num_workers or hello.rank in self._workers.connections:
+        if not 0 <= hello.rank < self._state().positions.num_workers or hello.rank in self._workers.connections:
             return False
         return (hello.rank in self._state().roster.live) is not hello.joining
 
@@ -281,7 +281,7 @@ class Admission:
 
     def _send_off(self, connection: NonBlockingConnection, rank: int, why: str, *last_messages: Any) -> None:
         connection.part(*last_messages, seconds=_SHORT_FAREWELL_SECONDS)
-        log.warning("Worker %s wants to return and has to end: %s.", self._state().name(rank), why)
+        log.warning("Worker %s wants to return and has to end: %s.", self._state().positions.name(rank), why)
 
     def _on_spare(self, connection: NonBlockingConnection) -> None:
         """A worker without a position only shows that it lives, or that it is gone."""
@@ -330,7 +330,7 @@ class Readmission:
     def judge(self, state: MembershipState, connected: Collection[int], returned: messages.Returned) -> ReturnStanding:
         """Standing of the sender of ``returned``, with these positions ``connected``."""
         rank = returned.rank
-        if returned.run != self._journal.run or not 0 <= rank < state.num_workers:
+        if returned.run != self._journal.run or not 0 <= rank < state.positions.num_workers:
             return ReturnStanding.LOST
         is_free = rank not in connected
         if state.generation.number < 0:
@@ -350,11 +350,11 @@ class Readmission:
         self, returned: messages.Returned, standing: ReturnStanding
     ) -> tuple[messages.Answer | messages.Stop, ...]:
         """Last words to a worker that cannot return: the run's outcome if it was there."""
-        journal, over = self._journal, self._journal.kept and self._journal.kept.over
+        journal, kept = self._journal, self._journal.kept
         process = journal.processes.get(returned.rank) if returned.run == journal.run else None
-        if over is None or process is None or process.token != returned.process.token:
+        if kept is None or kept.over is None or process is None or process.token != returned.process.token:
             return (messages.Stop(StopReason.LEFT if standing is ReturnStanding.LEFT else StopReason.LOST),)
-        answer, stop = over.answer, messages.Stop(over.reason)
+        answer, stop = kept.over.answer, messages.Stop(kept.over.reason)
         return (stop,) if answer is None or returned.next_collective > answer.number else (answer, stop)
 
     def heard(self, now: float) -> None:
@@ -374,7 +374,7 @@ class Readmission:
         returned = {rank for rank in state.returned if rank in state.roster.live - state.roster.joining}
         stages = {position.stage for position in state.positions.whole(returned)}
         for rank in sorted(state.roster.live - state.returned.keys()):
-            has_peer = state.stage_of(rank) in stages
+            has_peer = state.positions.stage(rank) in stages
             limit = options.heartbeat.timeout if has_peer else options.heartbeat.last_holder_timeout
             process = self._journaled_processes.get(rank)
             if process is not None and has_ended(process.pid, process.space):

@@ -155,7 +155,7 @@ class Coordinator:
         self._next_review = 0.0
         self._review_seconds = max(_TICK_SECONDS, workers * _REVIEW_SECONDS)
         self._filled_for: tuple[frozenset[int], int] | None = None  # workers and spares when vacancies were last filled
-        self._ranks_by_stage = sorted(range(workers), key=lambda rank: (self._state.stage_of(rank), rank))
+        self._ranks_by_stage = sorted(range(workers), key=lambda rank: (self._state.positions.stage(rank), rank))
         self._alive_interval = min(SIGN_SECONDS, self.options.heartbeat.coordinator_timeout / _ALIVES_PER_TIMEOUT)
         self._next_alive = 0.0
         self._views = Views(self._view, self._loop.wake)
@@ -304,13 +304,13 @@ class Coordinator:
         if now >= self._next_alive:
             self._next_alive = now + self._alive_interval
             self._send_to_all(messages.Alive(self.options.heartbeat.coordinator_timeout))
-        if self._state.returned is not None:
-            self._await_return(now)
+        if self._state.returned is not None:  # those that do not return are given up
+            assert self._readmission is not None
+            for rank, cause in self._readmission.late(now, self._state).items():
+                self._lose_worker(rank, cause)
             return
         if now >= self._next_review:  # not after every message: it looks at all workers
             self._next_review = now + self._review_seconds
-            self._give_up_late(now)
-            self._log_start(now)
             self._review(now)
             self._filled_for = None
             if self._state.generation.number < 0 and (self._first_processes or now > self._last_call_end):
@@ -333,7 +333,7 @@ class Coordinator:
 
     def _log_vacant(self, vacant: list[int]) -> None:
         """Logs which positions are vacant at the start, and how they are filled."""
-        names = ", ".join(map(self._state.name, vacant[:_MAX_SHOWN_POSITIONS]))
+        names = ", ".join(map(self._state.positions.name, vacant[:_MAX_SHOWN_POSITIONS]))
         if (others := len(vacant) - _MAX_SHOWN_POSITIONS) > 0:
             names += f" and {others} others"
         if self._grows:
@@ -344,32 +344,20 @@ class Coordinator:
             remedy = "for other workers to join, give the launching process an address in RECYCLE_LISTEN"
         log.warning(
             "The run begins with %d of %d workers. Vacant: %s; %s.",
-            *(len(self._state.roster.live), self._state.num_workers, names, remedy),
+            *(len(self._state.roster.live), self._state.positions.num_workers, names, remedy),
         )
 
-    def _await_return(self, now: float) -> None:
-        """Gives up workers that do not return to this restarted coordinator."""
-        assert self._readmission is not None
-        for rank, cause in self._readmission.late(now, self._state).items():
-            self._lose_worker(rank, cause)
-
-    def _give_up_late(self, now: float) -> None:
-        """Evicts workers that are not where they should be by now."""
+    def _review(self, now: float) -> None:
+        """Reviews which workers are late, silent or make no progress, and acts on it."""
         detector = self._failure_detector
         for rank, cause in (detector.late_members(now, self._state) | detector.late_candidates(now)).items():
             self._evict(rank, cause)
-
-    def _log_start(self, now: float) -> None:
         connected, are_launched = self._workers.connections, bool(self._first_processes)
-        notice = self._failure_detector.start_notice(now, self._state, connected, are_launched)
-        if notice is not None:
+        if notice := detector.start_notice(now, self._state, connected, are_launched):
             log.warning("%s", notice)
-
-    def _review(self, now: float) -> None:
-        """Reviews which workers are silent or make no progress, and acts on it."""
         seconds = self._plans.operation_seconds
         stalled = {rank: connection.stalled(now) for rank, connection in self._workers.connections.items()}
-        ruling = self._failure_detector.review(now, self._state, stalled, seconds)
+        ruling = detector.review(now, self._state, stalled, seconds)
         for rank, overdue in ruling.waits.items():
             self._history.suspect(rank, overdue.cause, overdue.seconds, overdue.limit, overdue.reason, self._state)
         for rank, seconds_waited in ruling.cleared.items():
@@ -377,7 +365,7 @@ class Coordinator:
         for rank, overdue in ruling.evict.items():
             self._evict(rank, overdue.cause, {"seconds": overdue.seconds, "limit": overdue.limit})
         self._history.digest.goodput.spares_are(len(self._vacancies.spares), time.time())
-        if self._failure_detector.all_wait(now, self._state, seconds):
+        if detector.all_wait(now, self._state, seconds):
             reason = "a message was lost: all workers wait for each other."
             self._handle(protocol.GraceElapsed(self._state.generation.number, reason))
 
@@ -457,12 +445,12 @@ class Coordinator:
             free = [rank for rank in self._state.vacant if not self._has_candidate(rank)]
         else:
             free = [rank for rank in self._state.roster.ranks if not self._workers.has(rank)]
-        taken = filter(self._has_candidate, range(self._state.num_workers))
-        workers_by_column = Counter(map(self._state.column_of, taken))
+        taken = filter(self._has_candidate, range(self._state.positions.num_workers))
+        workers_by_column = Counter(map(self._state.positions.column, taken))
         while placed := self._vacancies.place_spare(free, workers_by_column):
             rank, connection, process = placed
             free.remove(rank)
-            workers_by_column[self._state.column_of(rank)] += 1
+            workers_by_column[self._state.positions.column(rank)] += 1
             self._loop.forget(connection)
             incarnation = self._vacancies.next_incarnation(rank) if joining else 0
             try:
@@ -516,12 +504,12 @@ class Coordinator:
                     raise BadMessageError(f"{type(message).__name__}: {why}")
                 self._on_message(rank, message)
         except BadMessageError as error:
-            log.warning("Closed the connection of worker %s: %s.", self._state.name(rank), error)
+            log.warning("Closed the connection of worker %s: %s.", self._state.positions.name(rank), error)
             self._lose_worker(rank, f"it sent a message that no worker sends ({error})")
         except BrokenRuleError:  # nobody's message: the state cannot be trusted
             raise
         except Exception as error:  # a defect of this package: the others go on, and the traceback says where it is
-            log.exception("The coordinator could not handle a message of worker %s", self._state.name(rank))
+            log.exception("The coordinator could not handle a message of worker %s", self._state.positions.name(rank))
             self._lose_worker(rank, f"the coordinator could not handle its message ({type(error).__name__}: {error})")
 
     def _lose_worker(self, rank: int, cause: str) -> None:
@@ -583,13 +571,11 @@ class Coordinator:
                 self._history.stalled(message.stalled)
             case messages.Parcel():
                 if message.to in self._state.roster.live:
-                    self._send(protocol.Send((message.to,), message))
-                    self._workers.lose_unreachable()
+                    self._send_answers([(message.to, message)])
                 return
             case messages.MembershipQuery():
                 if rank in self._state.roster.live:
-                    self._send(protocol.Send((rank,), messages.MembershipConfirmed(message.number)))
-                    self._workers.lose_unreachable()
+                    self._send_answers([(rank, messages.MembershipConfirmed(message.number))])
                 return
             case messages.Report():
                 self._failure_detector.record_report(rank)
@@ -606,15 +592,15 @@ class Coordinator:
                     worker = self._position(rank)
                     self._plans.applied(worker, message, rank == self._state.stage_leader(worker.stage))
             case messages.Broken():
-                log.debug("Worker %s: %s", self._state.name(rank), message)
+                log.debug("Worker %s: %s", self._state.positions.name(rank), message)
             case messages.Raised():
-                name, text = self._state.name(rank), message.traceback.rstrip()
+                name, text = self._state.positions.name(rank), message.traceback.rstrip()
                 log.warning("Worker %s raised an exception that may be a fault of its machine:\n%s", name, text)
             case messages.Crash():
-                log.debug("Worker %s: %s", self._state.name(rank), message)
+                log.debug("Worker %s: %s", self._state.positions.name(rank), message)
                 if message.fault:
                     if rank not in self._state.roster.live:
-                        name, text = self._state.name(rank), message.traceback.rstrip() or message.summary
+                        name, text = self._state.positions.name(rank), message.traceback.rstrip() or message.summary
                         log.warning("A new worker %s failed before it could join:\n%s", name, text)
                     self._lose_worker(rank, message.summary)
                     return
@@ -628,9 +614,9 @@ class Coordinator:
             self._dismiss(wish.rank)
             self._lose_candidate(wish.rank, "it left")
 
-    def _send_answers(self, answers: Iterable[tuple[int, messages.Found]]) -> None:
-        for rank, found in answers:
-            self._send(protocol.Send((rank,), found))
+    def _send_answers(self, answers: Iterable[tuple[int, Any]]) -> None:
+        for rank, message in answers:
+            self._workers.post((rank,), encode(message))
         self._workers.lose_unreachable()
 
     def _on_connected(self, message: messages.Reached) -> None:
@@ -769,7 +755,7 @@ class Coordinator:
             (self._plans.number, schedules[-1]) if schedules else None,
             self._vacancies.incarnations,
             self._workers.connections.keys(),
-            frozenset(filter(self._has_candidate, range(self._state.num_workers))),
+            frozenset(filter(self._has_candidate, range(self._state.positions.num_workers))),
             self._failure_detector.activities,
             spares,
         )
@@ -780,13 +766,13 @@ class Coordinator:
         if record.kind == "revived":
             self._history.continue_from(record.details["counters"])
             if self._state.layout.cuts:
-                self._plans.layout_is(self._state.layout.cuts)
+                self._plans.layouts.cuts = self._state.layout.cuts
         if record.kind in ("left", "released") and record.rank is not None:
             self._dismiss(record.rank)
         if record.rank is not None:
             (self._vacated_ranks.add if record.kind == "left" else self._vacated_ranks.discard)(record.rank)
         if record.kind == "layers_moved":
-            self._plans.relaid(record.details["cuts"])
+            self._plans.layouts.relaid(record.details["cuts"], self.grid)
         if record.kind == "resumed" and not self._history.digest.counts["step"]:
             self._plans.plan_ahead()
         if record.kind == "resumed":

@@ -496,7 +496,7 @@ class FailureDetector:
         self._next_notice = now + _NOTICE_SECONDS if missing else math.inf
         if not missing:
             return None
-        names = ", ".join(map(state.name, missing[:_MAX_NAMES]))
+        names = ", ".join(map(state.positions.name, missing[:_MAX_NAMES]))
         others = f" and {len(missing) - _MAX_NAMES} more" if len(missing) > _MAX_NAMES else ""
         workers = "worker" if len(missing) == 1 else "workers"
         activity = "setting up" if not absent else "importing" if are_launched else "not connected"

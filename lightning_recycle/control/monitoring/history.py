@@ -310,7 +310,8 @@ class History:
 
     def ended(self, state: MembershipState) -> None:
         if self._most:
-            self.add("memory", state, details={"peak_bytes": tuple(map(self._most.get, range(state.grid.stages)))})
+            peaks = tuple(map(self._most.get, range(self._positions.grid.stages)))
+            self.add("memory", state, details={"peak_bytes": peaks})
             self._most = {}
 
     def add_loss(self, step: int, loss: float) -> None:
@@ -395,7 +396,7 @@ class History:
             self._failure_time = None
 
     def _log(self, record: Record, details: Mapping[str, Any], state: MembershipState) -> None:
-        worker = "" if record.rank is None else state.name(record.rank)
+        worker = "" if record.rank is None else state.positions.name(record.rank)
         if record.kind == "corruption":
             log.error("%s", corruption_line(worker, record))
         elif record.kind in _LINES:
@@ -405,7 +406,7 @@ class History:
             known["stays"] = _STAYS if details.get("stays_empty") else ""
             begun, roster = state.generation.number >= 0, state.roster  # the live ones before are awaited, too
             present = len(roster.live if begun else roster.joined & roster.live)
-            live = f"{'Live' if begun else 'Connected'} workers: {present} of {state.num_workers}"
+            live = f"{'Live' if begun else 'Connected'} workers: {present} of {state.positions.num_workers}"
             log.log(level, "%s", line.format(step=record.step, live=live, **known))
 
     def suspect(self, rank: int, cause: str, seconds: float, limit: float, reason: str, state: MembershipState) -> None:
@@ -413,7 +414,7 @@ class History:
         self.add("suspected", state, rank, details)
         log.warning(
             "Worker %s is suspected at step %d: %s. It is waited for until %g s have passed, because %s.",
-            state.name(rank),
+            state.positions.name(rank),
             state.steps.version,
             cause,
             limit,
@@ -423,7 +424,7 @@ class History:
     def clear(self, rank: int, seconds: float, state: MembershipState) -> None:
         """A worker that was waited for is well again."""
         self.add("cleared", state, rank, seconds=seconds)
-        log.warning("Worker %s is well again after %.1f s.", state.name(rank), seconds)
+        log.warning("Worker %s is well again after %.1f s.", state.positions.name(rank), seconds)
 
     def _process(self, rank: int | None) -> str:
         known = None if rank is None else self.processes.get(rank)
@@ -433,8 +434,8 @@ class History:
         """All workers of the generation are connected."""
         seconds = time.time() - self._failure_time if self._failure_time is not None else None
         self.add("regrouped", state, details={"roster": state.roster.ranks}, seconds=seconds)
-        if state.generation.number == 0 and len(state.roster.live) == state.num_workers:
-            log.info("The run begins with all %d workers.", state.num_workers)
+        if state.generation.number == 0 and len(state.roster.live) == state.positions.num_workers:
+            log.info("The run begins with all %d workers.", state.positions.num_workers)
 
     def _fail(self, record: Record, details: dict[str, Any], now: float) -> float:
         injected = self._injected_faults.pop(record.rank, None) if record.rank is not None else None

@@ -195,7 +195,7 @@ def status_of(
     ``candidates``: ranks whose process exists or is being started. ``activities``: by rank, the main thread's activity
     and what it waits for.
     """
-    grid, digest, counts = state.grid, history.digest, history.digest.counts
+    grid, digest, counts = state.positions.grid, history.digest, history.digest.counts
     leads = (
         state.positions.position(state.roster.leader)
         if state.generation.number >= 0 and state.roster.leader in state.roster.live
@@ -203,7 +203,7 @@ def status_of(
     )
     positions = []
     ranks = state.positions
-    for rank in range(state.num_workers):
+    for rank in range(state.positions.num_workers):
         worker = ranks.position(rank)
         kind = _state_of(rank, state, digest, candidates)
         since, cause = digest.suspected.get((worker.pipeline, worker.stage), (None, None))

@@ -22,10 +22,8 @@ Must not know: meanings of messages.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import hmac
-import inspect
 import json
 import logging
 import numbers
@@ -44,8 +42,7 @@ from typing import Any
 import msgspec
 
 from lightning_recycle.arguments import __version__
-from lightning_recycle.control.protocol import messages
-from lightning_recycle.control.protocol.messages import TO_WORKERS
+from lightning_recycle.control.protocol.messages import TO_WORKERS, TYPES
 from lightning_recycle.errors import ControlPlaneError, ReCycleError
 
 log = logging.getLogger(__name__)
@@ -61,16 +58,11 @@ class BadMessageError(ControlPlaneError):
 _HEADER = struct.Struct(">HQ")  # number of the message's type, bytes of its body
 HEADER_BYTES = _HEADER.size
 
-_TYPES: tuple[type[Any], ...] = tuple(
-    value
-    for value in vars(messages).values()
-    if inspect.isclass(value) and dataclasses.is_dataclass(value) and value.__module__ == messages.__name__
-)
-_NUMBERS = {message: number for number, message in enumerate(_TYPES)}
-_DECODERS = {message: msgspec.msgpack.Decoder(message) for message in _TYPES}
+_NUMBERS = {message: number for number, message in enumerate(TYPES)}
+_DECODERS = {message: msgspec.msgpack.Decoder(message) for message in TYPES}
 
 SCHEMA: bytes = hashlib.sha256(
-    json.dumps(msgspec.json.schema_components(_TYPES), sort_keys=True, default=repr).encode()
+    json.dumps(msgspec.json.schema_components(TYPES), sort_keys=True, default=repr).encode()
 ).digest()[:16]
 """A digest of all messages, their fields and types: equal on two sides that understand each other."""
 
@@ -89,9 +81,9 @@ def encode(message: Any) -> bytearray:
 def parse_header(header: bytes | bytearray | memoryview) -> tuple[type[Any], int]:
     """The message type and the bytes of its body; BadMessageError if unknown."""
     number, size = _HEADER.unpack(header)
-    if number >= len(_TYPES):
+    if number >= len(TYPES):
         raise BadMessageError(f"message type {number} does not exist")
-    return _TYPES[number], size
+    return TYPES[number], size
 
 
 def decode(kind: type[Any], body: bytes | bytearray | memoryview) -> Any:
@@ -466,7 +458,8 @@ class FrameBuffer:
         if self._frame_header is None:
             if len(self._buffer) < HEADER_BYTES:
                 return None
-            self._frame_header = parse_header(self._take(HEADER_BYTES))
+            self._frame_header = parse_header(self._buffer[:HEADER_BYTES])
+            del self._buffer[:HEADER_BYTES]
             if self._frame_header[0] not in self.expects:
                 raise BadMessageError(f"a {self._frame_header[0].__name__} may not be sent here")
         kind, size = self._frame_header
@@ -477,11 +470,6 @@ class FrameBuffer:
         del self._buffer[:size]
         self._frame_header = None
         return message
-
-    def _take(self, size: int) -> bytes:
-        taken = bytes(self._buffer[:size])
-        del self._buffer[:size]
-        return taken
 
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 0.5  # seconds between two attempts

@@ -125,15 +125,11 @@ class Listener:
             return False
         sock, (host, port, *_) = accepted
         sock.setblocking(False)
-        why = None
-        if not self._knows(host) and self._pending[host] >= _STRANGERS_PER_ADDRESS:
-            why = "too many others came from there"
-        elif _has_left(sock):
-            why = "it left"
-        if why is not None:
+        is_one_of_many = not self._knows(host) and self._pending[host] >= _STRANGERS_PER_ADDRESS
+        if is_one_of_many or _has_left(sock):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
             sock.close()
-            self._log_refusal((host, port), why)
+            self._log_refusal((host, port), "too many others came from there" if is_one_of_many else "it left")
             return True
         if len(self._strangers) >= self._max_strangers:
             goes = min(self._strangers.values(), key=lambda one: (self._knows(one.address[0]), one.speaks))
@@ -160,37 +156,19 @@ class Listener:
         """Reads a stranger's part of the handshake; admits or refuses it when decided."""
         try:
             data = stranger.socket.recv(4096)
+            if not data:
+                raise ConnectionError("it left")
+            if not stranger.speaks:
+                _say(stranger, stranger.handshake.greeting)
+            stranger.speaks = True
+            _say(stranger, stranger.handshake.receive(data))
         except (BlockingIOError, InterruptedError):
             return
-        except OSError as error:
-            self._refuse(stranger, str(error))
+        except (OSError, Refused) as error:
+            self._refuse(stranger, str(error), logging.ERROR if isinstance(error, VersionMismatch) else logging.WARNING)
             return
-        if not data:
-            self._refuse(stranger, "it left")
-            return
-        if not stranger.speaks and not self._say(stranger, stranger.handshake.greeting):
-            return
-        stranger.speaks = True
-        try:
-            answer = stranger.handshake.receive(data)
-        except VersionMismatch as error:
-            self._refuse(stranger, str(error), logging.ERROR)
-            return
-        except Refused as error:
-            self._refuse(stranger, str(error))
-            return
-        if self._say(stranger, answer) and stranger.handshake.done:
+        if stranger.handshake.done:
             self._admit(stranger)
-
-    def _say(self, stranger: _Stranger, data: bytes) -> bool:
-        """Sends ``data``, which fits any buffer; returns whether that succeeded."""
-        try:
-            if data and stranger.socket.send(data) < len(data):
-                raise BlockingIOError("it takes nothing")
-        except OSError as error:
-            self._refuse(stranger, str(error))
-            return False
-        return True
 
     def _admit(self, stranger: _Stranger) -> None:
         self._forget(stranger)
@@ -225,6 +203,12 @@ class Listener:
         if not self._pending[stranger.address[0]]:
             del self._pending[stranger.address[0]]
         self._loop.forget(stranger.socket.fileno())
+
+
+def _say(stranger: _Stranger, data: bytes) -> None:
+    """Sends ``data``, which fits any buffer."""
+    if data and stranger.socket.send(data) < len(data):
+        raise ConnectionError("it takes nothing")
 
 
 def _has_left(sock: socket.socket) -> bool:

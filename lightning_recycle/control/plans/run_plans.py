@@ -272,6 +272,7 @@ class RunPlans:
     Attributes:
         schedules: the newest schedules that were run, with the times measured in them.
         number: how many plans were begun.
+        layouts: where the layers are, and whether they should move.
     """
 
     def __init__(
@@ -291,7 +292,7 @@ class RunPlans:
         self._background = provider.background
         self._background.wake = wake
         self._drift = None if drift is None else DriftMonitor(drift, provider.planner)
-        self._layouts = LayoutChoice(rebalance, provider, self.measurements)
+        self.layouts = LayoutChoice(rebalance, provider, self.measurements)
         self._on_profile = on_profile
         self._recorded_choice: TechniqueChoice | None = None  # the newest choice that the record has
         self._notes: list[tuple[str, dict[str, Any]]] = []  # not taken yet
@@ -312,7 +313,7 @@ class RunPlans:
         before = self.schedules[-1].failed if self.schedules else frozenset[Worker]()
         self._begin(schedule, step)
         self._links = links(schedule)
-        self._layouts.begin(schedule, before)
+        self.layouts.begin(schedule, before)
         return schedule
 
     def change(self, schedule: Schedule, step: int) -> None:
@@ -376,7 +377,7 @@ class RunPlans:
                 self._provider.assumptions.measured(footprints)
                 self._plan_ahead_again()
         if message.layers is not None:
-            self._layouts.add_facts(message.layers)
+            self.layouts.add_facts(message.layers)
         if message.trial is not None:
             trials = self.measurements.trials
             trials[worker] = message.trial
@@ -392,20 +393,11 @@ class RunPlans:
             return
         if self._steps == _STEPS_BEFORE_PLANNING_AHEAD:
             self.plan_ahead()
-        self._layouts.stepped(self.schedules[-1], seconds)
+        self.layouts.stepped(self.schedules[-1], seconds)
         if self._drift is not None:
             self._drift.stepped(seconds)
             if (question := self._drift.question()) is not None:
                 self._background.begin(Urgency.DRIFT, self._look_for_better(question))
-
-    # ------------------------------------------------------------------ layouts
-
-    def layout_is(self, cuts: Cuts) -> None:
-        """Sets the layout of workers that return to a restarted coordinator."""
-        self._layouts.cuts = cuts
-
-    def relaid(self, cuts: Cuts) -> None:
-        self._layouts.relaid(cuts, self._grid)
 
     # ------------------------------------------------------------------ what may come
 
@@ -427,7 +419,7 @@ class RunPlans:
             if isinstance(result, ReadyPlan):
                 changes.append(self._change_if_better(result))
             elif isinstance(result, LayoutPlan):
-                ready, why = self._layouts.decide(result, self.schedules[-1])
+                ready, why = self.layouts.decide(result, self.schedules[-1])
                 changes.append(ready)
                 if why:
                     self._notes.append(("layout", {"why": why}))

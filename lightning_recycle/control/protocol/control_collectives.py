@@ -119,7 +119,7 @@ def on_heartbeat(state: MembershipState, event: messages.Heartbeat) -> Next:
         waiting = next((arrive for rank, arrive in sorted(arrived.items()) if arrive.begun < event.begun), None)
         if event.rank in arrived or waiting is None:
             continue
-        there, gone = state.name(waiting.rank), state.name(event.rank)
+        there, gone = state.positions.name(waiting.rank), state.positions.name(event.rank)
         return end(
             state,
             Failed(
@@ -147,8 +147,8 @@ def _answer_if_complete(state: MembershipState, number: int) -> Next:
     # The payloads stay here: the results are big, and only the supervisor wants them. Workers learn who delivered.
     delivered = {rank: payload is not None for rank, payload in payloads.items()}
     delivery = Send(state.roster.ranks, messages.Answer(number, delivered, state.roster.leader, save_status(state)))
-    columns = {state.column_of(rank) for rank, yes in delivered.items() if yes}
-    if len(columns) < state.columns:
+    columns = {state.positions.column(rank) for rank, yes in delivered.items() if yes}
+    if len(columns) < state.positions.columns:
         return state, (delivery,)  # a stage's speaker died meanwhile: the workers ask again with the new one
     state, stop = end(state, Finished({rank: p for rank, p in payloads.items() if p is not None}))
     return state, (delivery, *stop)
@@ -304,10 +304,10 @@ def save_status(state: MembershipState) -> SaveStatus:
 def _holders(state: MembershipState) -> tuple[int, ...]:
     """Holders of the next batch by column: its first worker, or the leader."""
     found = state.positions.column_leaders(state.roster.live - state.roster.joining)
-    if len(found) < state.columns:
+    if len(found) < state.positions.columns:
         return ()
-    found[state.column_of(state.roster.leader)] = state.roster.leader
-    return tuple(found[column] for column in range(state.columns))
+    found[state.positions.column(state.roster.leader)] = state.roster.leader
+    return tuple(found[column] for column in range(state.positions.columns))
 
 
 def on_save_begun(state: MembershipState, event: messages.SaveBegun) -> Next:

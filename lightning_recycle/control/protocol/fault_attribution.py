@@ -196,12 +196,12 @@ def compare(state: MembershipState) -> Next:
         culprits: list[Culprit] = []
         strange: dict[int, str] = {}
         newcomers = {rank for rank, since in state.roster.newcomers.items() if since > state.checks.agreed}
-        for column in range(state.columns):
-            of_column = {rank: report for rank, report in checked.items() if state.column_of(rank) == column}
+        for column in range(state.positions.columns):
+            of_column = {rank: report for rank, report in checked.items() if state.positions.column(rank) == column}
             compared = {rank: report for rank, report in of_column.items() if rank not in newcomers} or of_column
             verdict = find_culprits(compared)
             if isinstance(verdict, Undecided):
-                return after(commands, _end_undecided(state, step, column // state.members_per_position, verdict))
+                return after(commands, _end_undecided(state, step, column // state.positions.members, verdict))
             culprits += verdict
             wrong = {culprit.rank for culprit in verdict}
             right = next((report.sums for rank, report in compared.items() if rank not in wrong), {})
@@ -238,22 +238,23 @@ def _corrupt(
 def _convict(state: MembershipState, step: int, culprit: Culprit, since: int) -> Next:
     """``culprit`` holds wrong bits after ``step``; after ``since`` it did not."""
     rank, what, outcome = culprit.rank, " and ".join(culprit.kinds), None
-    peers = " and ".join(map(state.name, culprit.right))
+    peers = " and ".join(map(state.positions.name, culprit.right))
     cause = f"after step {step} its {what} differ from those of its peers {peers}, which are equal"
     if state.checks.policy == "raise":
-        outcome = Failed(f"Worker {state.name(rank)} holds wrong bits: {cause}. {_contaminated(since, step)}")
+        outcome = Failed(f"Worker {state.positions.name(rank)} holds wrong bits: {cause}. {_contaminated(since, step)}")
     return _corrupt(state, step, rank, outcome, cause, kind=what, proof="state", device=culprit.device, since=since)
 
 
 def _end_undecided(state: MembershipState, step: int, stage: int, found: Undecided) -> Next:
     what, since = " and ".join(found.kinds), state.checks.agreed
-    groups = " ".join(f"[{', '.join(map(state.name, group))}]" for group in found.groups)
+    groups = " ".join(f"[{', '.join(map(state.positions.name, group))}]" for group in found.groups)
     cause = (
         f"After step {step} workers of stage {stage} hold different bits ({what}): {groups}, in groups that agree; no"
         " group is the largest, so it is unknown which of them are right"
     )
     why = f"its {what} differ from its peer's, and it is unknown whose are right"
-    outcome: Outcome = StageLost(stage, {rank: why for rank in state.roster.live if state.stage_of(rank) == stage})
+    of_stage = (rank for rank in state.roster.live if state.positions.stage(rank) == stage)
+    outcome: Outcome = StageLost(stage, dict.fromkeys(of_stage, why))
     if state.checks.policy == "raise":
         outcome = Failed(f"{cause}. {_contaminated(since, step)}")
     return _corrupt(state, step, None, outcome, cause, kind=what, proof="undecided", stage=stage, since=since)
@@ -285,10 +286,10 @@ def on_disputed(state: MembershipState, event: messages.Disputed) -> Next:
     claims = {event.rank: event.mine, event.other: event.theirs}
     dispute = Dispute(event.step, event.microbatch, event.rank, event.other, claims, {}, {event.rank: event.device})
     kinds = " and ".join(differing(event.mine, event.theirs)) or FINITE
-    cause = f"got another {kinds} than worker {state.name(event.other)}"
+    cause = f"got another {kinds} than worker {state.positions.name(event.other)}"
     if event.other == event.rank:
         cause = "made a value that is not finite"
-    details = {"of": state.place(event.other), "microbatch": event.microbatch, "kind": kinds, "cause": cause}
+    details = {"of": state.positions.place(event.other), "microbatch": event.microbatch, "kind": kinds, "cause": cause}
     record = Record("disputed", event.step, event.rank, details)
     return after((record,), begin_generation(state.with_checks(dispute=dispute)))
 
@@ -304,7 +305,7 @@ def call_vote(
     dispute = state.checks.dispute
     if dispute is None:
         return state, None, ()
-    voters = sorted(state.holders(state.stage_of(dispute.recorder)))
+    voters = sorted(state.holders(state.positions.stage(dispute.recorder)))
     able = all((statuses[rank].version, statuses[rank].commit_step) == (version, None) for rank in voters)
     if dispute.step != version or not able or not {dispute.recorder, dispute.accused} <= set(voters):
         state = state.with_checks(dispute=None)
@@ -324,7 +325,7 @@ def on_voted(state: MembershipState, event: messages.Voted) -> Next:
     votes = {**dispute.votes, event.rank: (event.sums, not event.varies)}
     devices = {**dispute.devices, event.rank: event.device}
     dispute = replace(dispute, votes=votes, devices=devices, varies=event.varies or dispute.varies)
-    if votes.keys() != state.holders(state.stage_of(dispute.recorder)):
+    if votes.keys() != state.holders(state.positions.stage(dispute.recorder)):
         return state.with_checks(dispute=dispute), ()
     found = _settle_dispute(state.with_checks(dispute=None), dispute)
     return found if any(isinstance(command, Evict) for command in found[1]) else begin_generation_unless_over(*found)
@@ -352,7 +353,7 @@ def _settle_dispute(state: MembershipState, dispute: Dispute) -> Next:
 def _settle_finite_dispute(state: MembershipState, dispute: Dispute) -> Next:
     found = who_made_it(dispute)
     if isinstance(found, str):
-        return excuse(state, dispute.step, f"worker {state.place(dispute.accused)} made it, and {found}")
+        return excuse(state, dispute.step, f"worker {state.positions.place(dispute.accused)} made it, and {found}")
     # The step runs again without the culprit, or with none if the run ends.
     state = state.with_checks(inspects=-1)
     return _convict_of_computing(state, dispute, found, "made a value that is not finite of finite ones in the")
@@ -362,27 +363,27 @@ def _convict_of_computing(
     state: MembershipState, dispute: Dispute, culprit: Culprit, did: str = "computed a wrong"
 ) -> Next:
     rank, what = culprit.rank, " and ".join(culprit.kinds)
-    others = " and ".join(map(state.name, culprit.right))
+    others = " and ".join(map(state.positions.name, culprit.right))
     says = f"says {others}" if culprit.right != (rank,) else "and got something else twice"
     cause = f"in step {dispute.step} it {did} {what} of micro-batch {dispute.microbatch}, {says}"
     facts = {"kind": what, "proof": "computation", "device": culprit.device, "since": dispute.step - 1}
     outcome = None
     if state.checks.policy == "raise":
         outcome = Failed(
-            f"Worker {state.name(rank)} computes wrong results: {cause}. That step was not committed. Its device"
-            " may be broken; VerificationOptions(on_corruption='evict') goes on without it."
+            f"Worker {state.positions.name(rank)} computes wrong results: {cause}. That step was not committed. Its"
+            " device may be broken; VerificationOptions(on_corruption='evict') goes on without it."
         )
     return _corrupt(state, dispute.step, rank, outcome, cause, **facts)
 
 
 def _end_disputed(state: MembershipState, dispute: Dispute) -> Next:
-    names = " and ".join(map(state.name, sorted(dispute.claims)))
+    names = " and ".join(map(state.positions.name, sorted(dispute.claims)))
     what = " and ".join(differing(*dispute.claims.values()))
     cause = (
         f"In step {dispute.step} workers {names} computed a different {what} of micro-batch {dispute.microbatch}, and"
         " did so again; it is unknown which of them is right"
     )
-    stage = state.stage_of(dispute.recorder)
+    stage = state.positions.stage(dispute.recorder)
     outcome = Failed(
         f"{cause}. Steps before this one may have taken wrong gradients, too. A third pipeline would decide; the newest"
         " checkpoints are as good as the checks before them."
@@ -499,7 +500,7 @@ def on_raised(state: MembershipState, event: messages.Raised) -> Next:
     """A suspected exception: evict its worker, work again, or it is the user's."""
     if any((past.rank, past.generation) == (event.rank, event.generation) for past in state.faults.raised):
         return state, ()  # said twice
-    stage, version = state.stage_of(event.rank), state.steps.version
+    stage, version = state.positions.stage(event.rank), state.steps.version
     if event.rank in state.roster.joining:
         verdict = Verdict.EVICT  # no stage needs it yet, and no member has met this exception
     elif not state.has_resumed:
@@ -588,7 +589,7 @@ def on_broken(state: MembershipState, event: messages.Broken) -> Next:
         return state, ()
     pairs = {(min(event.rank, other), max(event.rank, other)) for other in event.unreachable}
     state = state.with_generation(broken_pairs=state.generation.broken_pairs | pairs)
-    return state, (StartGrace(event.generation, f"worker {state.name(event.rank)}: {event.reason}"),)
+    return state, (StartGrace(event.generation, f"worker {state.positions.name(event.rank)}: {event.reason}"),)
 
 
 def on_grace_elapsed(state: MembershipState, event: GraceElapsed) -> Next:
@@ -605,7 +606,7 @@ def on_grace_elapsed(state: MembershipState, event: GraceElapsed) -> Next:
     state = state.with_faults(disturbances=state.faults.disturbances + 1)
     details: dict[str, Any] = {"cause": event.reason}
     if pairs:
-        details["broken_pairs"] = tuple((state.place(a), state.place(b)) for a, b in sorted(pairs))
+        details["broken_pairs"] = tuple((state.positions.place(a), state.positions.place(b)) for a, b in sorted(pairs))
     if state.generation.becomes:  # no layout is so important that what breaks it may end the run
         details["layers_stay"] = state.generation.becomes
         state = state.with_layout(wanted=None)
@@ -621,7 +622,7 @@ def _choose_evictions(state: MembershipState) -> tuple[int, ...] | None:
     pairs, positions = state.generation.broken_pairs, state.positions
     first = {rank: positions.rank(positions.position(rank)) for rank in state.roster.live}
     between = {(min(first[a], first[b]), max(first[a], first[b])) for a, b in pairs}
-    holders = [{positions.rank(one) for one in state.holding(stage)} for stage in range(state.grid.stages)]
+    holders = [{positions.rank(one) for one in state.holding(stage)} for stage in range(state.positions.grid.stages)]
     gone = choose_evictions(between, holders, first.get(state.roster.leader, -1), partial(_can_recover, state))
     if gone is None:
         return None
@@ -647,12 +648,12 @@ def _can_recover(state: MembershipState, evicted: frozenset[int]) -> bool:
 
 def _cut_off_from(state: MembershipState, rank: int) -> str:
     others = sorted({other for pair in state.generation.broken_pairs if rank in pair for other in pair} - {rank})
-    names = " and ".join(map(state.name, others))
+    names = " and ".join(map(state.positions.name, others))
     return f"it and worker{'s' if len(others) > 1 else ''} {names} cannot reach each other"
 
 
 def _why_given_up(state: MembershipState, last: str) -> str:
-    times, worker = MAX_DISTURBANCES + 1, state.name
+    times, worker = MAX_DISTURBANCES + 1, state.positions.name
     reason = f"Communication between live workers failed {times} times in a row at step {state.steps.version}, "
     reason += f"at last because: {last.rstrip('.')}. "
     if state.generation.broken_pairs:

@@ -1,9 +1,9 @@
 """Member: the worker's half of the protocol, as a pure state machine.
 
 Concept: :class:`Member` takes the coordinator's messages (:meth:`Member.receive` returns the answers), makes those of
-the main thread, and holds its state: whether a generation was announced, whether a step may begin, the answers that it
-waits for. :class:`~lightning_recycle.control.client.ControlClient` is the shell around it; simulated histories drive
-it, too.
+the main thread that need its state, and holds that: whether a generation was announced, whether a step may begin, the
+answers that it waits for. :class:`~lightning_recycle.control.client.ControlClient` is the shell around it; simulated
+histories drive it, too.
 
 Contract: messages of one coordinator arrive in order; each may arrive twice. Nothing here waits: a query returns None
 until the answer is there. Recovery is :func:`~lightning_recycle.control.protocol.recovery.actions`.
@@ -20,7 +20,6 @@ from typing import Any, TypeAlias
 
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.control_collectives import last_point
-from lightning_recycle.control.protocol.messages import WorkerStatus
 from lightning_recycle.control.protocol.state import VALIDATES
 from lightning_recycle.planning.program import Program
 
@@ -32,35 +31,23 @@ _STEPS_UNTIL_ALL_HAVE_AN_ANSWER = 3
 
 
 class MessageRecord:
-    """Messages that a worker has sent and received, and others may lack."""
+    """Messages that a worker has sent and received, and others may lack: the message with which it would return."""
 
     def __init__(self) -> None:
-        # Attributes without an underscore are fields of Returned, sent as they are.
-        self.facts: tuple[messages.Applied, ...] = ()
-        self.arrival: messages.Arrive | None = None
-        self.answer: messages.Answer | None = None
-        self.newest_commit: messages.Committed | None = None
-        self.request: messages.StopWish | None = None
-        self.raised: messages.Raised | None = None
-        self.membership_query: messages.MembershipQuery | None = None
-        self.save: messages.SaveBegun | None = None
-        self.announced: tuple[messages.SaveAnnounced, ...] = ()
-        self.saves_ended: tuple[messages.SaveEnded, ...] = ()
-        self.applied = self.joins_after = -1
-        self.restored = 0
-        self.is_ready = self.ends_run = False
-        self.leave: messages.Leave | None = None
-        self.measured: messages.Measured | None = None
+        self.returned = messages.Returned(-1, messages.Process("", -1), "")
         self._losses: dict[int, messages.Losses] = {}
         self._step_losses: dict[int, messages.StepLoss] = {}
         self._answered_at = -1  # the newest step that it had begun when the answer came
 
+    def _keep(self, **changes: Any) -> None:
+        self.returned = replace(self.returned, **changes)
+
     def record_sent(self, message: Any) -> None:
         """Keeps ``message``, about to be sent, if a new coordinator must get it again."""
+        kept = self.returned
         match message:
             case messages.Applied():
-                self.facts = (*self.facts, message)[-_KEPT_STEPS:]
-                self.applied = message.step
+                self._keep(facts=(*kept.facts, message)[-_KEPT_STEPS:], applied=message.step)
             case messages.Losses():
                 before = self._losses.get(message.step)
                 if before is not None:  # a step that is run again: what came first counts
@@ -68,41 +55,43 @@ class MessageRecord:
                     message = messages.Losses(message.rank, message.step, losses, outputs, message.generation)
                 self._losses[message.step] = message
             case messages.Arrive(generation=None):
-                self.arrival = message
+                self._keep(arrival=message)
             case messages.StopWish(stops=True):
-                self.request = message
+                self._keep(request=message)
             case messages.Raised():
-                self.raised = message
+                self._keep(raised=message)
             case messages.MembershipQuery():
-                self.membership_query = message
+                self._keep(membership_query=message)
             case messages.SaveBegun():
-                self.save, self.announced, self.saves_ended = message, (), ()
+                self._keep(save=message, announced=(), saves_ended=())
             case messages.SaveAnnounced():
-                self.announced = (*self.announced, message)
+                self._keep(announced=(*kept.announced, message))
             case messages.SaveEnded():
-                self.saves_ended = (*self.saves_ended, message)
+                self._keep(saves_ended=(*kept.saves_ended, message))
             case messages.Restored():
-                self.restored = message.version
+                self._keep(restored=message.version)
             case messages.Reached(milestone=messages.Milestone.ENTERED):
-                self.applied = self.joins_after
+                self._keep(applied=kept.joins_after)
             case messages.Ready():
-                self.is_ready = True
+                self._keep(is_ready=True)
             case messages.Leave():
-                self.leave = message
+                self._keep(leave=message)
             case messages.EndRun():
-                self.ends_run = True
+                self._keep(ends_run=True)
             case messages.Measured():
                 new = {f.name: value for f in fields(message) if (value := getattr(message, f.name)) is not None}
-                self.measured = replace(self.measured or message, **new)
+                self._keep(measured=replace(kept.measured or message, **new))
 
     def record_received(self, message: Any, rank: int, begun: int) -> None:
         """Drops what ``message`` answers; ``begun``: the newest step of this ``rank``."""
+        kept = self.returned
         match message:
             case messages.Answer():
-                if self.arrival is not None and self.arrival.number <= message.number:
-                    self.arrival = None
-                if self.answer is None or message.number >= self.answer.number:
-                    self.answer, self._answered_at = message, begun
+                if kept.arrival is not None and kept.arrival.number <= message.number:
+                    self._keep(arrival=None)
+                if kept.answer is None or message.number >= kept.answer.number:
+                    self._keep(answer=message)
+                    self._answered_at = begun
                 self._forget_saves_before(message.saves)
             case messages.StepLoss():
                 self._step_losses[message.step] = message
@@ -111,52 +100,46 @@ class MessageRecord:
                 self._losses = {step: losses for step, losses in self._losses.items() if step > message.step}
                 self._forget_saves_before(message.saves)
             case messages.Committed():
-                self.newest_commit = message
+                self._keep(newest_commit=message)
             case messages.Resume():
                 if message.commits:
                     step = message.decision.version - (not message.confirmed)
-                    self.newest_commit = messages.Committed(message.generation, step, message.commits)
+                    self._keep(newest_commit=messages.Committed(message.generation, step, message.commits))
                 if rank in message.donors:
-                    self.joins_after = message.decision.version - 1
+                    self._keep(joins_after=message.decision.version - 1)
             case messages.StopVerdict():
-                if self.request is not None and self.request.point == message.point:
-                    self.request = None
+                if kept.request is not None and kept.request.point == message.point:
+                    self._keep(request=None)
             case messages.Judged():
-                if self.raised is not None and self.raised.generation == message.generation:
-                    self.raised = None
+                if kept.raised is not None and kept.raised.generation == message.generation:
+                    self._keep(raised=None)
             case messages.MembershipConfirmed():
-                if self.membership_query is not None and self.membership_query.number <= message.number:
-                    self.membership_query = None
+                if kept.membership_query is not None and kept.membership_query.number <= message.number:
+                    self._keep(membership_query=None)
 
     def _forget_saves_before(self, saves: messages.SaveStatus) -> None:
-        if self.save is not None and saves.batch >= self.save.batch:
-            self.save, self.announced, self.saves_ended = None, (), ()
+        if self.returned.save is not None and saves.batch >= self.returned.save.batch:
+            self._keep(save=None, announced=(), saves_ended=())
 
     def drop(self, announced: messages.Regroup) -> None:
         """Forgets the losses of the step whose results ``announced`` drops."""
         self._losses.pop(announced.unproven, None)
 
     def record_begun(self, step: int) -> None:
-        if self.answer is not None and step >= self._answered_at + _STEPS_UNTIL_ALL_HAVE_AN_ANSWER:
-            self.answer = None  # it may be as large as a checkpoint
+        if self.returned.answer is not None and step >= self._answered_at + _STEPS_UNTIL_ALL_HAVE_AN_ANSWER:
+            self._keep(answer=None)  # it may be as large as a checkpoint
 
-    def report_return(self, generation: int, next_collective: int, **sender: Any) -> messages.Returned:
-        """The message with all that it holds; ``sender``: the message's other fields.
+    def report_return(self, next_collective: int, **others: Any) -> messages.Returned:
+        """The message with all that it holds; ``others``: the message's other fields.
 
         ``next_collective``: the first control collective to which this worker has not contributed.
         """
-        number = next_collective if self.arrival is None else self.arrival.number
-        if self.answer is not None:
-            number = max(number, self.answer.number + 1)
-        records = {name: value for name, value in vars(self).items() if not name.startswith("_")}
-        return messages.Returned(
-            generation=generation,
-            next_collective=number,
-            losses=tuple(self._losses.values()),
-            step_losses=tuple(self._step_losses.values()),
-            **records,
-            **sender,
-        )
+        arrival, answer = self.returned.arrival, self.returned.answer
+        number = next_collective if arrival is None else arrival.number
+        if answer is not None:
+            number = max(number, answer.number + 1)
+        losses, step_losses = tuple(self._losses.values()), tuple(self._step_losses.values())
+        return replace(self.returned, next_collective=number, losses=losses, step_losses=step_losses, **others)
 
 
 class Interrupted(Exception):
@@ -322,8 +305,9 @@ class Member:
         assert self._message_record is not None, "it ends with its coordinator"
         if self.in_hook:
             sender.update(hook=self._hook)
-        generation = -1 if self._announcement is None else self._announcement.generation
-        return self._message_record.report_return(generation, self.next_collective, rank=self.rank, **sender)
+        if self._announcement is not None:
+            sender.update(generation=self._announcement.generation)
+        return self._message_record.report_return(self.next_collective, rank=self.rank, **sender)
 
     def validate(self) -> None:
         """Raises AssertionError with the violated rule of a member's states."""
@@ -351,7 +335,7 @@ class Member:
         yield "who is in a hook was let in", not self.in_hook or self._hook is not None
         yield "published keys are of the generation", self.generation >= 0 or not self._published
         if self._message_record is not None:
-            yield "a worker keeps facts of two steps", len(self._message_record.facts) <= _KEPT_STEPS
+            yield "a worker keeps facts of two steps", len(self._message_record.returned.facts) <= _KEPT_STEPS
 
     # ------------------------------------------------------------------ generations
 
@@ -372,10 +356,6 @@ class Member:
         if self._message_record is not None:
             self._message_record.drop(announced)
         return announced
-
-    def report(self, status: WorkerStatus, payload: Any, cuts: messages.Cuts = ()) -> messages.Report:
-        """Message with this worker's state and its part of a commit, for the generation."""
-        return messages.Report(self.rank, self.generation, status, payload, self.begun, cuts)
 
     def resume_message(self) -> messages.Resume | None:
         """The decision on how all go on in the entered generation; None before it came."""
@@ -428,17 +408,6 @@ class Member:
             replies += (messages.Reached(self.rank, self.generation, messages.Milestone.AT_BOUNDARY, step),)
         return Beginning(replies, pause=self.pause)
 
-    def commit(self, step: int, payload: Any, speculative: bool = False) -> messages.Commit:
-        """Message with this worker's contribution to the commit of ``step``.
-
-        The worker is REDUCED, or SPECULATIVE and does not wait for the answer.
-        """
-        return messages.Commit(self.rank, self.generation, step, payload, speculative)
-
-    def undo(self, step: int) -> messages.Undo:
-        """The message that a worker's speculation in ``step`` was wrong."""
-        return messages.Undo(self.rank, self.generation, step)
-
     def commit_answer(self, step: int) -> messages.Committed | None:
         """The answer that every live worker has contributed to the commit of ``step``."""
         found = self._committed
@@ -465,10 +434,6 @@ class Member:
 
     # ------------------------------------------------------------------ collectives of its position in hooks
 
-    def reach_hook(self) -> messages.Reached:
-        """Message that it is about to run a hook's collectives in this generation."""
-        return messages.Reached(self.rank, self.generation, messages.Milestone.IN_HOOK, self.hook_count)
-
     def try_enter_hook(self) -> bool:
         """Enters the hook if all siblings have reached it; returns whether they have."""
         hook = self._hook
@@ -489,23 +454,12 @@ class Member:
         point, self._unanswered_stop_point = self._unanswered_stop_point, -1
         return (messages.StopWish(self.rank, point, False),)
 
-    def request_stop(self, point: int) -> messages.StopWish:
-        return messages.StopWish(self.rank, point)
-
     def stop_verdict(self, point: int) -> messages.StopVerdict | None:
         """Whether all stop at ``point``, where this worker asked to."""
         return self._verdicts.get(point)
 
-    # ------------------------------------------------------------------ exceptions
-
-    def report_exception(
-        self, step: int, operation: str, summary: str, traceback: str, exact: bool, sticky: bool
-    ) -> messages.Raised:
-        """Message that reports an exception; arguments as of :class:`.Raised`."""
-        return messages.Raised(self.rank, self.generation, step, operation, summary, traceback, exact, sticky)
-
     def exception_verdict(self) -> messages.Judged | None:
-        """The verdict on the exception of :meth:`report_exception`; None before it came."""
+        """The verdict on this worker's exception in this generation; None before it came."""
         return self._judged if self._judged is not None and self._judged.generation == self.generation else None
 
     # ------------------------------------------------------------------ control collectives

@@ -121,8 +121,8 @@ def _on_joined(state: MembershipState, event: Joined) -> Next:
 def _on_start_due(state: MembershipState, event: StartDue) -> Next:
     """Begins without missing workers if each stage has enough; theirs are vacant."""
     expected = state.roster.live - (event.vacant - state.roster.joined)
-    in_stage = Counter(map(state.stage_of, expected))
-    if state.generation.number >= 0 or any(in_stage[stage] < event.least for stage in range(state.grid.stages)):
+    in_stage, stages = Counter(map(state.positions.stage, expected)), range(state.positions.grid.stages)
+    if state.generation.number >= 0 or any(in_stage[stage] < event.least for stage in stages):
         return state, ()
     return _settle_and_regroup(state.with_roster(live=expected))
 
@@ -141,7 +141,7 @@ def _lose(state: MembershipState, event: Lost) -> Next:
     commands += released
     state = state.with_faults(disturbances=0)
     state = state.with_roster(causes={**state.roster.causes, event.rank: event.cause})
-    stage = state.stage_of(event.rank)
+    stage = state.positions.stage(event.rank)
     if state.stage_leader(stage) is None:
         return after(commands, _lose_stage(state, stage))
     if state.returned is not None:
@@ -160,7 +160,7 @@ def _settle_and_regroup(state: MembershipState) -> Next:
 
 
 def _lose_stage(state: MembershipState, stage: int) -> Next:
-    causes = {rank: cause for rank, cause in state.roster.causes.items() if state.stage_of(rank) == stage}
+    causes = {rank: cause for rank, cause in state.roster.causes.items() if state.positions.stage(rank) == stage}
     record = Record("stage_lost", state.steps.version, None, {"stage": stage})
     return after((record,), end(state, StageLost(stage, causes)))
 
@@ -194,9 +194,9 @@ def _on_report(state: MembershipState, event: messages.Report) -> Next:
     joining = frozenset(rank for rank, report in reports.items() if report.status.version < 0)
     state = step_commit.forget_unproven(state).with_roster(joining=joining)
     statuses = {rank: report.status for rank, report in reports.items() if rank not in joining}
-    for column in range(state.columns):
+    for column in range(state.positions.columns):
         if not state.holders(column):
-            return _lose_stage(state, column // state.members_per_position)
+            return _lose_stage(state, column // state.positions.members)
     if state.roster.leader in joining:  # chosen when nobody was known to have a state; whoever has one leads
         return recovery.begin_generation(state)
     return _decide(state, statuses)
@@ -209,7 +209,7 @@ def _decide(state: MembershipState, statuses: Mapping[int, WorkerStatus]) -> Nex
     except ReCycleError as error:
         return end(state, Failed(str(error)))
     for rank in state.roster.joining:
-        if any(statuses[holder].version != decision.version for holder in state.holders(state.column_of(rank))):
+        if any(statuses[holder].version != decision.version for holder in state.holders(state.positions.column(rank))):
             return end(state, Failed(f"A stage went on without worker {rank}, which had not entered yet."))
     commits, confirmed = _known_commits(state, statuses, decision.version)
     return _resume(state, statuses, decision, commits, confirmed)
@@ -234,7 +234,7 @@ def _resume(
         None,
         commits,
         confirmed,
-        donors={rank: min(state.holders(state.column_of(rank))) for rank in joining},
+        donors={rank: min(state.holders(state.positions.column(rank))) for rank in joining},
         cuts=cuts,
         becomes=state.generation.becomes,
         strangers=tuple(sorted(rank for rank in joining if cuts and reports[rank].cuts != cuts)),
@@ -255,7 +255,8 @@ def _known_commits(state: MembershipState, statuses: Mapping[int, WorkerStatus],
     - Otherwise: the contributions to step ``version - 1``, as far as reported or answered, False.
     """
     answered, payloads = state.steps.answered
-    if answered == version and len(payloads) == state.columns and any(s.version > version for s in statuses.values()):
+    is_whole = len(payloads) == state.positions.columns
+    if answered == version and is_whole and any(s.version > version for s in statuses.values()):
         return payloads, True
     commits: dict[int, Any] = {}
     for _, report in sorted(state.generation.reports.items()):

@@ -10,7 +10,7 @@ Every name here is public; import the module, not the names.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from enum import Enum
 from typing import Any, TypeAlias
 
@@ -1016,10 +1016,15 @@ class Stop(ToWorker):
     reason: StopReason
 
 
-_TYPES = [each for each in list(globals().values()) if isinstance(each, type) and each not in (FromWorker, ToWorker)]
+TYPES: tuple[type[Any], ...] = tuple(
+    each
+    for each in list(globals().values())
+    if isinstance(each, type) and is_dataclass(each) and each.__module__ == __name__
+)
+"""All messages and their parts."""
 
 FROM_WORKERS: tuple[type[Any], ...] = tuple(
-    kind for kind in _TYPES if issubclass(kind, FromWorker) and kind != Returned
+    kind for kind in TYPES if issubclass(kind, FromWorker) and kind not in (FromWorker, Returned)
 )
 """Messages of a worker with a position; its first message is a :class:`Hello`."""
 
@@ -1029,5 +1034,8 @@ FROM_SPARES: tuple[type[Any], ...] = (Heartbeat, Leave, Crash)
 FIRST: tuple[type[Any], ...] = (Hello, Returned)
 """First messages of a worker."""
 
-TO_WORKERS: tuple[type[Any], ...] = (*(kind for kind in _TYPES if issubclass(kind, ToWorker)), Parcel)
+TO_WORKERS: tuple[type[Any], ...] = (
+    *(kind for kind in TYPES if issubclass(kind, ToWorker) and kind != ToWorker),
+    Parcel,
+)
 """Messages of the coordinator."""

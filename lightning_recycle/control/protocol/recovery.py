@@ -73,7 +73,7 @@ def with_leader(state: MembershipState) -> MembershipState:
     roster = state.roster
     if roster.leader in roster.live and roster.leader not in roster.joining:
         return state
-    column = state.columns - state.members_per_position  # the first member of the last stage
+    column = state.positions.columns - state.positions.members  # the first member of the last stage
     last = state.holders(column) or roster.live
     return state.with_roster(leader=state.positions.column_leaders(last).get(column, min(roster.live)))
 

@@ -534,10 +534,10 @@ class MembershipState(_Updatable):
 
     ``has_resumed``: whether a generation has been resumed; before, code runs that only one worker runs, such as
     ``prepare_data``. ``returned``: after a restart of the coordinator, until all live workers have returned or are
-    lost, their reports by rank; None otherwise. ``outcome``: None during the run. ``members_per_position``: processes.
+    lost, their reports by rank; None otherwise. ``outcome``: None during the run.
     """
 
-    grid: Grid
+    positions: Positions
     roster: Roster
     generation: Generation = Generation()
     steps: Steps = Steps()
@@ -549,7 +549,6 @@ class MembershipState(_Updatable):
     has_resumed: bool = False
     returned: Mapping[int, messages.Returned] | None = None
     outcome: Outcome | None = None
-    members_per_position: int = 1
 
     def with_roster(self, **changes: Any) -> MembershipState:
         return self.updated(roster=self.roster.updated(**changes))
@@ -591,40 +590,15 @@ class MembershipState(_Updatable):
     @property
     def vacant(self) -> tuple[int, ...]:
         """Ranks that no worker holds and none is ready to take, and that may be taken."""
-        return tuple(rank for rank in range(self.num_workers) if self.standing(rank) is Standing.VACANT)
+        return tuple(rank for rank in range(self.positions.num_workers) if self.standing(rank) is Standing.VACANT)
 
     def without(self, ranks: Collection[int]) -> MembershipState:
         return self.updated(roster=self.roster.without(self.positions.all_members(ranks)))
 
-    @property
-    def positions(self) -> Positions:
-        return Positions(self.grid, self.members_per_position)
-
-    @property
-    def num_workers(self) -> int:
-        return self.positions.num_workers
-
-    @property
-    def columns(self) -> int:
-        return self.positions.columns
-
-    def column_of(self, rank: int) -> int:
-        return self.positions.column(rank)
-
-    def stage_of(self, rank: int) -> int:
-        return self.positions.stage(rank)
-
-    def name(self, rank: int) -> str:
-        return self.positions.name(rank)
-
-    def place(self, rank: int) -> tuple[int, ...]:
-        """Pipeline and stage of ``rank``, and its member where positions have several."""
-        return self.positions.place(rank)
-
     def stage_leader(self, stage: int) -> int | None:
         """First live member of the lowest pipeline in ``stage``; None if there is none."""
         positions = self.positions
-        of_column = range(stage * self.members_per_position, positions.num_workers, positions.columns)
+        of_column = range(stage * positions.members, positions.num_workers, positions.columns)
         return min((rank for rank in of_column if rank in self.roster.live), key=positions.pipeline, default=None)
 
     def holders(self, column: int) -> frozenset[int]:
@@ -656,8 +630,8 @@ def after(commands: tuple[Command, ...], then: Next) -> Next:
 def initial_state(grid: Grid, retries: int = 1, members: int = 1) -> MembershipState:
     """The state before any worker has joined; ``retries``: see :class:`Faults`."""
     live = frozenset(range(grid.num_workers * members))
-    lead = (grid.stages - 1) * members
-    return MembershipState(grid, Roster(live, leader=lead), faults=Faults(retries), members_per_position=members)
+    roster = Roster(live, leader=(grid.stages - 1) * members)
+    return MembershipState(Positions(grid, members), roster, faults=Faults(retries))
 
 
 # ---------------------------------------------------------------------- rules that every state keeps
@@ -681,13 +655,13 @@ def validate(before: MembershipState, state: MembershipState) -> None:
 
 def _place_rules(state: MembershipState) -> Iterator[tuple[str, bool]]:
     """Rules of the roster alone."""
-    roster, positions, ranks = state.roster, state.positions, range(state.num_workers)
+    roster, positions, ranks = state.roster, state.positions, range(state.positions.num_workers)
     yield "ranks are those of the grid", roster.live.union(roster.ready, roster.newcomers) <= set(ranks)
     yield "who waits to be let in is out of the roster", roster.ready.isdisjoint(roster.live)
     of_live = roster.joined | roster.joining | roster.leaving | roster.ending
     yield "who joins, leaves or ends is live", of_live <= roster.live
     yield "a newcomer is live", roster.newcomers.keys() <= roster.live
-    yield "no stage is lost", set(map(positions.stage, roster.live)) == set(range(state.grid.stages))
+    yield "no stage is lost", set(map(positions.stage, roster.live)) == set(range(state.positions.grid.stages))
 
 
 def _roster_rules(state: MembershipState) -> Iterator[tuple[str, bool]]:
@@ -697,7 +671,7 @@ def _roster_rules(state: MembershipState) -> Iterator[tuple[str, bool]]:
     if has_begun and has_all:
         yield "the leader is live", roster.leader in roster.live
         if not state.generation.regrouping:
-            yield "each column has a worker with its state", all(map(state.holders, range(state.columns)))
+            yield "each column has a worker with its state", all(map(state.holders, range(state.positions.columns)))
             yield "the leader has a state", roster.leader not in roster.joining
 
 
@@ -741,7 +715,7 @@ def _step_rules(state: MembershipState) -> Iterator[tuple[str, bool]]:
     is_compared = all(step >= min(first, steps.version) for step in checks.checksums)
     yield "a check is compared once it is over", is_compared
     yield "an inspection ends with its step", checks.inspects == -1 or checks.inspects >= steps.version
-    yield "a commit has a contribution of each column at most", len(steps.answered[1]) <= state.columns
+    yield "a commit has a contribution of each column at most", len(steps.answered[1]) <= state.positions.columns
     if state.returned is None:
         yield "no step is applied before its loss is known", max(steps.applied.values(), default=-1) < steps.summed
         yield "no step counts before its loss is known", steps.version <= steps.summed
@@ -775,7 +749,7 @@ def _agreement_rules(state: MembershipState) -> Iterator[tuple[str, bool]]:
     cuts, wanted = state.layout.cuts, state.layout.wanted
     yield "another layout is wanted", wanted is None or wanted.cuts != cuts
     lengths = {len(cuts), len(state.generation.becomes)}
-    yield "each stage has layers", lengths <= {0, state.grid.stages + 1}
+    yield "each stage has layers", lengths <= {0, state.positions.grid.stages + 1}
 
 
 def _rules_of_change(before: MembershipState, state: MembershipState) -> Iterator[tuple[str, bool]]:

@@ -111,7 +111,7 @@ def _sum_up(state: MembershipState, step: int) -> Next:
     """Sends the mean loss of ``step`` to all, if all losses have come and may count."""
     steps = state.steps
     losses, outputs = steps.losses.get(step, {}), steps.outputs.get(step, {})
-    if len(losses) < state.grid.global_microbatches:
+    if len(losses) < state.positions.grid.global_microbatches:
         return state, ()
     if step == steps.unproven and state.generation.passes != state.roster.live:
         return state, ()
@@ -169,7 +169,7 @@ def _difference_failure(step: int, difference: str) -> Failed:
 def _scopes(state: MembershipState, event: messages.Applied) -> tuple[tuple[int | None, Mapping[str, float]], ...]:
     """(scope, reported values): None and :data:`_INPUTS` for all workers, the column."""
     facts = event.facts
-    return (None, facts.everywhere), (_INPUTS, facts.inputs), (state.column_of(event.rank), facts.stage)
+    return (None, facts.everywhere), (_INPUTS, facts.inputs), (state.positions.column(event.rank), facts.stage)
 
 
 def _add_facts(state: MembershipState, event: messages.Applied) -> Mapping[int | None, tuple[Reported, ...]]:
@@ -201,7 +201,7 @@ def _compare_facts(
 
 def _in_words(state: MembershipState, name: str, a: tuple[int, float], b: tuple[int, float]) -> str:
     """The difference of value ``name``; ``a``, ``b``: (rank, value)."""
-    return f"{name} is {a[1]!r} on worker {state.name(a[0])} and {b[1]!r} on {state.name(b[0])}"
+    return f"{name} is {a[1]!r} on worker {state.positions.name(a[0])} and {b[1]!r} on {state.positions.name(b[0])}"
 
 
 def _judge_newcomers(state: MembershipState, step: int) -> Next:
@@ -229,7 +229,7 @@ def _judge_newcomers(state: MembershipState, step: int) -> Next:
     if not wrong:
         return state, ()
     is_clear = is_clear and wrong.keys() <= newcomers.keys()
-    if not is_clear or any(not state.holding(state.stage_of(rank), without=wrong) for rank in wrong):
+    if not is_clear or any(not state.holding(state.positions.stage(rank), without=wrong) for rank in wrong):
         return end(state, _difference_failure(step, "; ".join(sorted(chain.from_iterable(wrong.values())))))
     causes = {rank: f"after step {step} {'; '.join(sorted(words))}, and it has joined" for rank, words in wrong.items()}
     return fault_attribution.dismiss(state, step, causes)
@@ -253,7 +253,7 @@ def count_steps(state: MembershipState) -> Next:
     """
     # The usual case, found without looking at all workers: each is passed by once in a step.
     steps, live = state.steps, state.roster.live
-    for rank in range(steps.applied_below, state.num_workers):
+    for rank in range(steps.applied_below, state.positions.num_workers):
         if rank in live and steps.applied.get(rank, -1) < steps.version:
             return (state if rank == steps.applied_below else state.with_steps(applied_below=rank)), ()
     version = min(steps.applied[rank] for rank in live) + 1
@@ -287,7 +287,7 @@ def on_commit(state: MembershipState, event: messages.Commit) -> Next:
         return end(state, Failed(f"The workers asked to commit different steps: {sorted(steps)}."))
     payloads: dict[int, Any] = {}
     for rank, commit in sorted(commits.items()):
-        payloads.setdefault(state.column_of(rank), commit.payload)
+        payloads.setdefault(state.positions.column(rank), commit.payload)
     speculative = any(commit.speculative for commit in commits.values())
     state = state.with_generation(commits={}, commit_answered=event.step).with_steps(answered=(event.step, payloads))
     return state, (
@@ -347,7 +347,7 @@ def _changes(state: MembershipState) -> tuple[frozenset[int], frozenset[int]]:
     enter = frozenset(rank for position in positions.whole(ready) for rank in positions.ranks(position))
     leave: set[int] = set()
     for rank in sorted(roster.leaving & roster.live):
-        if state.holding(state.stage_of(rank), without=leave | {rank}):
+        if state.holding(state.positions.stage(rank), without=leave | {rank}):
             leave.add(rank)
     return enter, frozenset(leave)
 
