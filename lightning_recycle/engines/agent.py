@@ -395,21 +395,23 @@ class Agent:
         event()
 
     def _on_end(self, child: Child, status: int) -> None:
-        seconds = time.monotonic() - child.began
-        if self._coordinator is not None and child is self._coordinator.child:
-            self._on_coordinator_end(self._coordinator, status, seconds)
-            return
-        state = next((each for each in self._task_states.values() if each.child is child), None)
+        state = next((each for each in self._all_tasks() if each.child is child), None)
         if state is None:
             return
+        now, is_coordinator = time.monotonic(), state is self._coordinator
         state.child, state.status = None, status
-        decision = decide_restart(state.record, status, seconds, self._is_ending, self._max_restarts)
-        if isinstance(decision, FinalStatus):
+        # A coordinator that ends before the run is lost, however it ended.
+        judged = -1 if is_coordinator and not self._is_ending and status != _BAD_OPTIONS else status
+        decision = decide_restart(state.record, judged, now - child.began, self._is_ending, self._max_restarts)
+        if isinstance(decision, RestartRecord):
+            state.record, state.start_at = decision, now + decision.pause
+            name = "The coordinator" if is_coordinator else state.task.name
+            after = f" after {decision.pause:g} s" if decision.pause and not is_coordinator else ""
+            self._printer.say(f"{name} {_end_text(status)}; it is started again{after}.")
+        elif is_coordinator:
+            self._give_up_coordinator(state, decision)
+        else:
             self._end_task(state, decision)
-            return
-        state.record, state.start_at = decision, time.monotonic() + decision.pause
-        after = f" after {decision.pause:g} s" if decision.pause else ""
-        self._printer.say(f"{state.task.name} {_end_text(status)}; it is started again{after}.")
 
     def _end_task(self, state: _TaskState, final: FinalStatus) -> None:
         """The task is over; ends the others if its end requires that."""
@@ -480,22 +482,14 @@ class Agent:
 
     # ------------------------------------------------------------------ the coordinator
 
-    def _on_coordinator_end(self, coordinator: _TaskState, status: int, seconds: float) -> None:
-        coordinator.child, coordinator.status = None, status
-        if self._is_ending:
-            coordinator.final = FinalStatus(status)
-            return
-        judged_status = status if status == _BAD_OPTIONS else -1
-        decision = decide_restart(coordinator.record, judged_status, seconds, False, self._max_restarts)
-        if isinstance(decision, RestartRecord):
-            coordinator.record, coordinator.start_at = decision, time.monotonic() + decision.pause
-            self._printer.say(f"The coordinator {_end_text(status)}; it is started again.")
-            return
-        coordinator.final = decision
-        self._printer.say(f"The coordinator {_end_text(status)} and is given up: {decision.given_up or 'bad options'}.")
-        self._coordinator_status, self._is_ending = max(1, status), True
-        self._drop_restarts()
-        self._ask_at = time.monotonic()
+    def _give_up_coordinator(self, coordinator: _TaskState, final: FinalStatus) -> None:
+        """The coordinator is over, and with it the run unless that is ending."""
+        coordinator.final, why = final, final.given_up or "bad options"
+        if not self._is_ending:
+            self._printer.say(f"The coordinator {_end_text(coordinator.status)} and is given up: {why}.")
+            self._coordinator_status, self._is_ending = max(1, coordinator.status), True
+            self._drop_restarts()
+            self._ask_at = time.monotonic()
 
     def _end_coordinator(self) -> None:
         """Asks the coordinator to end, and kills it if it does not."""

@@ -121,7 +121,9 @@ def _agent(options: argparse.Namespace, command: Sequence[str], place: _RunAddre
         return ProcessCommand(name, tuple(command), environ)
 
     tasks = list(map(worker, range(options.nproc_per_node or 1)))
-    coordinator = _coordinator_task(place, _script_of(command), len(tasks)) if place.hosts_it else None
+    coordinator = (
+        _coordinator_task(place, os.path.basename(_script_of(command)), len(tasks)) if place.hosts_it else None
+    )
     names = len(tasks) + (coordinator is not None) > 1
     grace = None if in_slurm else options.grace
     return Agent(tasks, options.max_restarts, Printer(names), grace, coordinator, pipes=names)
@@ -205,18 +207,16 @@ def _command(words: Sequence[str]) -> list[str]:
 
 
 def _script_of(command: Sequence[str]) -> str:
-    """The name of the script or module that Python runs, or of another program."""
-    program, *arguments = command
-    words = [word for word in arguments if not word.startswith("-")]
-    return os.path.basename(words[0] if words and _PYTHON.fullmatch(os.path.basename(program)) else program)
+    """The script or module that Python runs, or another program."""
+    words = [word for word in command[1:] if not word.startswith("-")]
+    return words[0] if words and _PYTHON.fullmatch(os.path.basename(command[0])) else command[0]
 
 
 def _check_program(command: Sequence[str]) -> None:
-    program, *arguments = command
-    script = next((word for word in arguments if not word.startswith("-")), "")
+    program, script = command[0], _script_of(command)
     if shutil.which(program, path=_search_path(os.environ)) is None:
         raise ConfigurationError(f"There is no program {program!r}.")
-    if _PYTHON.fullmatch(os.path.basename(program)) and script.endswith(".py") and not os.path.isfile(script):
+    if script != program and script.endswith(".py") and not os.path.isfile(script):
         raise ConfigurationError(f"There is no file {script!r} in {os.getcwd()}.")
 
 

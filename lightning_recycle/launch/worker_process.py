@@ -261,14 +261,11 @@ def _run_request(run: PreparedRun) -> RunRequest:
     planning = replace(
         options.planning, staggered=run.setup.staggered, planner=options.planning.planner if named else "heuristic"
     )
-    drift = PlanMonitor.options_of(trainer)
-    settings: dict[str, Setting] = {
-        **settings_of("planning", planning),
-        **settings_of("recovery", options.recovery),
-        **settings_of("verification", options.verification),
-        **settings_of("heartbeat", run.heartbeat.timeouts),
-        **({} if drift is None else settings_of("monitor", drift)),
-    }
+    groups = {"planning": planning, "recovery": options.recovery, "verification": options.verification}
+    groups |= {"heartbeat": run.heartbeat.timeouts, "monitor": PlanMonitor.options_of(trainer)}
+    settings: dict[str, Setting] = {}
+    for name, group in groups.items():
+        settings |= {} if group is None else settings_of(name, group)
     objects = [] if named else ["PlanningOptions(planner=<an object>)"]
     return RunRequest(
         entry=str(trainer.state.fn.value),

@@ -261,11 +261,6 @@ class SideRecorder:
                             yield (where, name, key), value, item
 
 
-def active_recorder() -> SideRecorder | None:
-    """The recorder to which layers report."""
-    return _recorder
-
-
 _CALL_REMEDY = (
     "A module of several stages calls each layer of its chain once, in order, with the result of the previous layer,"
     " and does nothing between them. Put operations in between into one of the layers, name other layers with"
@@ -591,9 +586,8 @@ def watch(layer: nn.Module, path: str, index: int, last: bool) -> tuple[Removabl
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if _tracer is not None:
             _tracer.enter(index, args, kwargs)
-        recorder = active_recorder()
-        if recorder is not None:
-            recorder.begin(layer, path)
+        if _recorder is not None:
+            _recorder.begin(layer, path)
             last_hooks: Any = handles[1].hooks_dict_ref()
             last_hooks.move_to_end(handles[1].id)  # behind hooks that came later, whose side values count
         draw_for_layer(index + 1)
@@ -601,9 +595,8 @@ def watch(layer: nn.Module, path: str, index: int, last: bool) -> tuple[Removabl
     def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if _tracer is not None:
             _tracer.leave(index, output)
-        recorder = active_recorder()
-        if recorder is not None:
-            recorder.end(layer, path, index)
+        if _recorder is not None:
+            _recorder.end(layer, path, index)
         if last:
             draw_for_layer(index + 2)
 

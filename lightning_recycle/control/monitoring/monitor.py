@@ -413,7 +413,7 @@ _ROUTES: dict[str, Callable[[Monitor, Message], Answer]] = {
 
 
 @contextlib.contextmanager
-def served(monitor: Monitor, http: tuple[str, int] | None = None, local: bool = True) -> Iterator[StatusServer | None]:
+def served(monitor: Monitor, http: tuple[str, int] | None = None, local: bool = True) -> Iterator[StatusServer]:
     """Serves ``monitor`` within the block, to this user and at the address ``http``.
 
     To this user on this machine if ``local``; at ``http``, if any, to all that can connect there. Raises
@@ -440,7 +440,4 @@ def served(monitor: Monitor, http: tuple[str, int] | None = None, local: bool = 
                 )
             else:
                 log.info("The status of this run is at http://%s/.", shown(bound))
-        if not listeners:
-            yield None
-            return
         yield stack.enter_context(StatusServer(monitor, listeners))
