@@ -395,7 +395,7 @@ def _of_group(prefix: str, settings: Settings) -> dict[str, Any]:
 
 
 class WorkerProcess(ABC):
-    """A worker's process, for who started it; ``sentinel`` becomes readable when it ends."""
+    """A worker's process, for who started it; ``sentinel`` is readable at its end."""
 
     sentinel: int
     _released = False

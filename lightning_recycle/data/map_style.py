@@ -73,7 +73,7 @@ class _AddressedDataset(Dataset[Any]):
 
 
 def _begin_process(user: Callable[[int], None] | None, dataset: Any, owner: int, worker_id: int) -> None:
-    """Ends a DataLoader process with its ``owner``; calls the user's ``worker_init_fn``.
+    """Ends a DataLoader process with ``owner``; calls the user's ``worker_init_fn``.
 
     ``get_worker_info()`` shows the user's ``dataset`` instead of this package's wrapper.
     """

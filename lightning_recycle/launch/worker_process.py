@@ -261,7 +261,7 @@ def _run_request(run: PreparedRun) -> RunRequest:
     planning = replace(
         options.planning, staggered=run.setup.staggered, planner=options.planning.planner if named else "heuristic"
     )
-    groups = {"planning": planning, "recovery": options.recovery, "verification": options.verification}
+    groups: dict[str, Any] = {"planning": planning, "recovery": options.recovery, "verification": options.verification}
     groups |= {"heartbeat": run.heartbeat.timeouts, "monitor": PlanMonitor.options_of(trainer)}
     settings: dict[str, Setting] = {}
     for name, group in groups.items():

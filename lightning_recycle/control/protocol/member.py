@@ -31,7 +31,10 @@ _STEPS_UNTIL_ALL_HAVE_AN_ANSWER = 3
 
 
 class MessageRecord:
-    """Messages that a worker has sent and received, and others may lack: the message with which it would return."""
+    """Messages that a worker has sent and received, and others may lack.
+
+    ``returned``: the message with which it would return, without losses.
+    """
 
     def __init__(self) -> None:
         self.returned = messages.Returned(-1, messages.Process("", -1), "")
