@@ -45,17 +45,6 @@ from lightning_recycle.planning.schedule import Schedule
 
 log = logging.getLogger(__name__)
 
-_FROM_OTHER_THREADS = (
-    messages.Heartbeat,
-    messages.Leave,
-    messages.EndRun,
-    messages.Paused,
-    messages.Publish,
-    messages.LookUp,
-    messages.SaveAnnounced,
-    messages.SaveEnded,
-    messages.Parcel,
-)
 _STOP_SECONDS = 1.0  # for the loop to end; it may be telling the workers its last words
 _ALIVES_PER_TIMEOUT = 4  # of life, in the time after which workers give this coordinator up
 _TICK_SECONDS = 0.1  # seconds between two looks at the clock; everything else is event-driven
@@ -544,7 +533,7 @@ class Coordinator:
         """Handles a worker's ``message``; what decides something becomes an event."""
         now = time.monotonic()
         self._failure_detector.record_message(rank, now)
-        if not isinstance(message, _FROM_OTHER_THREADS):
+        if not isinstance(message, messages.FromAnyThread):
             self._failure_detector.record_activity(rank, now)
         match message:
             case messages.Heartbeat():

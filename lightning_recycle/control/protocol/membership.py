@@ -50,20 +50,6 @@ from lightning_recycle.control.protocol.state import (
 )
 from lightning_recycle.errors import ReCycleError
 
-# Messages that may also come from a worker that is about to join, or has just been lost.
-_FROM_NON_MEMBERS = (
-    messages.Heartbeat,
-    messages.Ready,
-    messages.Leave,
-    messages.EndRun,
-    messages.MembershipQuery,
-    messages.SaveBegun,
-    messages.SaveAnnounced,
-    messages.SaveEnded,
-    messages.Crash,
-    messages.FaultInjected,
-)
-
 
 def objection(state: MembershipState, rank: int, message: Any) -> str | None:
     """Why the worker at ``rank`` cannot have sent ``message``; None if it can.
@@ -72,7 +58,7 @@ def objection(state: MembershipState, rank: int, message: Any) -> str | None:
     """
     if message.rank != rank and not (isinstance(message, messages.Heartbeat) and message.rank == -1):
         return f"it speaks for rank {message.rank}"  # a heartbeat may be older than its position
-    if not isinstance(message, _FROM_NON_MEMBERS) and rank not in state.roster.live:
+    if not isinstance(message, messages.FromNonMember) and rank not in state.roster.live:
         return "it is not a member"
     generation = getattr(message, "generation", None)
     if generation is not None and not -1 <= generation <= state.generation.number:

@@ -56,6 +56,18 @@ class FromWorker:
     rank: int
 
 
+class FromNonMember:
+    """Marks messages that come also from a worker about to join, or just lost."""
+
+    __slots__ = ()
+
+
+class FromAnyThread:
+    """Marks messages of other threads than a worker's main thread."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
 class ToWorker:
     """A message of the coordinator."""
@@ -204,7 +216,7 @@ class Activity:
 
 
 @dataclass(frozen=True, slots=True)
-class Heartbeat(FromWorker):
+class Heartbeat(FromWorker, FromNonMember, FromAnyThread):
     """Sign of life: the main thread has been at ``activity`` for ``seconds``.
 
     ``begun``: the newest step that the worker has begun.
@@ -217,12 +229,12 @@ class Heartbeat(FromWorker):
 
 
 @dataclass(frozen=True, slots=True)
-class Ready(FromWorker):
+class Ready(FromWorker, FromNonMember):
     """A worker that joins later is set up; it waits to be let in."""
 
 
 @dataclass(frozen=True, slots=True)
-class Leave(FromWorker):
+class Leave(FromWorker, FromNonMember, FromAnyThread):
     """The worker got SIGTERM and leaves at the next step boundary.
 
     ``with_run``: the run ends at a step boundary once all workers have said so. Otherwise the last holders of the
@@ -233,12 +245,12 @@ class Leave(FromWorker):
 
 
 @dataclass(frozen=True, slots=True)
-class EndRun(FromWorker):
+class EndRun(FromWorker, FromNonMember, FromAnyThread):
     """A worker's job is about to end: all are to end after their present step."""
 
 
 @dataclass(frozen=True, slots=True)
-class Paused(FromWorker):
+class Paused(FromWorker, FromAnyThread):
     """Answer to :class:`Pause`: the newest begun step; no other begins until told."""
 
     generation: int
@@ -289,7 +301,7 @@ class SavePhase(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class SaveBegun(FromWorker):
+class SaveBegun(FromWorker, FromNonMember):
     """The sender is at the step boundary of a batch of checkpoints, as all will be.
 
     ``version``: the number of steps in the checkpoints. ``writer``: the rank that names the files ``paths``.
@@ -309,7 +321,7 @@ class SaveBegun(FromWorker):
 
 
 @dataclass(frozen=True, slots=True)
-class SaveAnnounced(FromWorker):
+class SaveAnnounced(FromWorker, FromNonMember, FromAnyThread):
     """Checkpoint ``index`` is whole at ``temporary``; the writer asks to name it.
 
     ``number``: as in :class:`MembershipQuery`, which it includes.
@@ -335,7 +347,7 @@ class SaveFailure:
 
 
 @dataclass(frozen=True, slots=True)
-class SaveEnded(FromWorker):
+class SaveEnded(FromWorker, FromNonMember, FromAnyThread):
     """The writer has named checkpoint ``index`` of its batch, or could not write it.
 
     ``stalled``: as in :class:`SaveBegun`.
@@ -365,7 +377,7 @@ class SaveStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel(FromWorker):
+class Parcel(FromWorker, FromAnyThread):
     """Part of background checkpoint ``batch`` for worker ``to``, under ``key``.
 
     The coordinator passes it on. It is lost with the sender, the receiver or the coordinator.
@@ -378,7 +390,7 @@ class Parcel(FromWorker):
 
 
 @dataclass(frozen=True, slots=True)
-class MembershipQuery(FromWorker):
+class MembershipQuery(FromWorker, FromNonMember):
     """Asks whether the worker is still a member; only a member gets the answer."""
 
     number: int
@@ -611,7 +623,7 @@ class Incomparable(FromWorker):
 
 
 @dataclass(frozen=True, slots=True)
-class Crash(FromWorker):
+class Crash(FromWorker, FromNonMember):
     """The worker ends with an exception.
 
     ``fault``: an infrastructure failure, which peers survive, not the user's exception, which ends the run.
@@ -666,7 +678,7 @@ class Measured(FromWorker):
 
 
 @dataclass(frozen=True, slots=True)
-class Publish(FromWorker):
+class Publish(FromWorker, FromAnyThread):
     """A key of a worker that others of ``generation`` look up to connect to it."""
 
     generation: int
@@ -675,7 +687,7 @@ class Publish(FromWorker):
 
 
 @dataclass(frozen=True, slots=True)
-class LookUp(FromWorker):
+class LookUp(FromWorker, FromAnyThread):
     """Request for the values under ``keys`` in ``generation``; :class:`Found` answers."""
 
     generation: int
@@ -740,7 +752,7 @@ class Returned(FromWorker):
 
 
 @dataclass(frozen=True, slots=True)
-class FaultInjected(FromWorker):
+class FaultInjected(FromWorker, FromNonMember):
     """An injected fault is about to happen in this worker; ``time`` since the epoch."""
 
     kind: str
