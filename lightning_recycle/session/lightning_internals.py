@@ -16,6 +16,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.utilities.load import _METADATA_FILENAME
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizers_and_lr_schedulers
 from lightning.pytorch.loops.fit_loop import RestartStage
@@ -43,6 +44,7 @@ GlobalStateSnapshot = _GlobalStateSnapshot
 WrappingCheckpointIO = _WrappingCheckpointIO
 init_optimizers = _init_optimizers_and_lr_schedulers
 load_distributed_checkpoint = _load_state_dict
+optimizers_to_device = _optimizers_to_device
 
 _SETTINGS = (bool, int, float, str, timedelta, NoneType)
 _VALIDATION = "fit_loop.epoch_loop.val_loop"

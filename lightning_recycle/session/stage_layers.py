@@ -64,6 +64,7 @@ from lightning_recycle.session.configuration import (
     several_optimizers_refused,
 )
 from lightning_recycle.session.gradient_clipping import commit_rules, may_change_gradients, scaler_of
+from lightning_recycle.session.lightning_internals import optimizers_to_device
 from lightning_recycle.session.manual_steps import ManualSteps, ManualStepState
 from lightning_recycle.session.optimizer_states import (
     check_parameters,
@@ -101,6 +102,7 @@ def build_layers(context: WorkerContext, parts: ModelParts) -> None:
     strategy.setup_precision_plugin()
     if context.fitting:
         check_optimizers(strategy.optimizers, several=parts.optimizes_itself)
+        optimizers_to_device(strategy.optimizers, context.device)  # their state may be of an earlier fit
     if context.fitting and stages > 1:
         trains = any(parameter.requires_grad for parameter in module.parameters())
         check_trained(module, context.collectives.decide(trains, all_agree=False) or context.client.is_joining)
