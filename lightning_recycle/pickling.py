@@ -175,7 +175,8 @@ _lock = threading.Lock()
 class MainModule:
     """The script as workers see it: whether they import it, and names hidden then.
 
-    ``settings``: variables that functions read, and that the guard or a function sets or changes.
+    ``settings``: variables that functions read, and that the guard or a function sets or changes; and attributes that
+    they set, as dotted names.
     """
 
     imported: bool
@@ -218,23 +219,28 @@ def read_script(source: str | bytes) -> MainModule:
     inner = [node for function in functions for node in ast.walk(function)]
     read = {node.id for node in inner if isinstance(node, ast.Name)}
     declared = {name for node in inner if isinstance(node, ast.Global) for name in node.names}
-    changed = {_changed(node) for node in chain(inner, *map(ast.walk, guards))}
+    changed = {path for node in chain(inner, *map(ast.walk, guards)) if (path := _changed(node))}
+    roots = {path.partition(".")[0] for path in changed}
     return MainModule(
         imported=True,
         hidden=frozenset(guarded - outside),
-        settings=frozenset(read & (guarded | declared | (outside & changed))),
+        settings=frozenset(
+            {*(read & (guarded | declared | (outside & roots))), *(path for path in changed if "." in path)}
+        ),
     )
 
 
-def _changed(node: ast.AST) -> str | None:
-    """Name of a variable whose item or attribute is set here, or a method called."""
+def _changed(node: ast.AST | None) -> str | None:
+    """Dotted name of what is set here, has an item set, or has a method called."""
     if isinstance(node, ast.Call):
-        node = node.func
+        node = getattr(node.func, "value", None)
     elif not isinstance(getattr(node, "ctx", None), ast.Store | ast.Del):
         return None
+    names: list[str] = []
     while isinstance(node, ast.Attribute | ast.Subscript):
+        names = [node.attr, *names] if isinstance(node, ast.Attribute) else []
         node = node.value
-    return node.id if isinstance(node, ast.Name) else None
+    return ".".join([node.id, *names]) if isinstance(node, ast.Name) else None
 
 
 def _asks_for_main(test: ast.expr) -> bool:

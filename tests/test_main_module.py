@@ -27,6 +27,9 @@ from lightning_recycle.pickling import MainModule, MainPickler, dumps, import_of
     ("", MainModule(imported=False)),
     ("A = B = C = {}\ndef f():\n    global B\n    print(A, B, C, D, E)\nif '__main__' == __name__: A['x'].y = D = 1",
      MainModule(True, frozenset("D"), frozenset("ABD"))),
+    ("import m\nclass C: x = 1\ndef f():\n    m.y = C.x = m.z['a'] = 1\n    f.a['b'].c = m.n.call()\n"
+     "if '__main__' == __name__: pass",
+     MainModule(True, frozenset(), frozenset({"m.y", "C.x", "m.z", "f.a", "m.n", "C", "f"}))),
     ("A = B = []\ndef f(): A.append(B)\nif '__main__' == __name__: C = 1",
      MainModule(True, frozenset("C"), frozenset("A"))),
 ])  # fmt: skip

@@ -11,6 +11,7 @@ An exception comes back as a pickle, and its traceback as text from the user's c
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import io
 import logging
@@ -27,7 +28,7 @@ from dataclasses import dataclass
 from multiprocessing import reduction
 from pathlib import Path
 from traceback import StackSummary, TracebackException
-from types import FunctionType, ModuleType
+from types import FunctionType, ModuleType, NoneType
 from typing import IO, Any, cast
 
 import cloudpickle
@@ -35,7 +36,7 @@ import lightning.fabric
 import lightning.pytorch
 import torch
 from omegaconf.basecontainer import BaseContainer
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_recycle.control.monitoring.logs import LogForwarding, LogSender
 from lightning_recycle.errors import ConfigurationError, ReCycleError
@@ -267,19 +268,33 @@ def load(data: Any) -> Any:
     return value
 
 
+_PLAIN = (bool, int, float, str, bytes, tuple, list, dict, NoneType)
+_MOST_BYTES = 100_000_000
+
+
 def _settings(main: MainModule) -> dict[str, Any]:
-    """The script's settings of up to 1 MB that can be pickled."""
-    script = vars(sys.modules["__main__"])
-    return {name: script[name] for name in sorted(main.settings & script.keys()) if _is_sent(script[name], main)}
+    """The script's settings that can be pickled; of other modules plain values only."""
+    script, found = sys.modules["__main__"], {}
+    for dotted in sorted(main.settings):
+        path: list[str] = []
+        owner = value = script
+        for name in dotted.split("."):
+            if isinstance(value, type | ModuleType):
+                path.append(name)
+                owner, value = value, getattr(value, name, None)
+        if isinstance(value, type | ModuleType) or (owner is script and "." in dotted):
+            continue
+        is_own = owner is script or (isinstance(owner, type) and owner.__module__ == "__main__")
+        if (is_own or isinstance(value, _PLAIN)) and _may_be_sent(value, main):
+            found[".".join(path)] = value
+    return found
 
 
-def _is_sent(value: Any, main: MainModule) -> bool:
-    if isinstance(value, type | FunctionType | ModuleType | nn.Module) or type(value).__module__.startswith(
-        "lightning"
-    ):
+def _may_be_sent(value: Any, main: MainModule) -> bool:
+    if type(value).__module__.startswith("lightning"):
         return False
     try:
-        _PayloadPickler(cast(Any, _NullFile(1_000_000)), main).dump(value)
+        _PayloadPickler(cast(Any, _NullFile(_MOST_BYTES)), main).dump(value)
     except Exception as error:
         log.debug("A global variable (%s) stays in this process: %s", type(value).__name__, error)
         return False
@@ -287,23 +302,28 @@ def _is_sent(value: Any, main: MainModule) -> bool:
 
 
 def _define(definitions: Mapping[str, Any]) -> None:
-    """Gives names of ``__main__`` their values; a dict keeps its identity.
+    """Gives dotted names in ``__main__`` their values; a dict keeps its identity.
 
     Functions of a script that multiprocessing has imported read another dict, of which the module's is a copy.
     """
-    script = vars(sys.modules["__main__"])
+    main = sys.modules["__main__"]
+    script = vars(main)
     classes = [value for value in script.values() if isinstance(value, type)]
     members = [member for owner in (script, *map(vars, classes)) for member in owner.values()]
     functions = [inspect.unwrap(member) for member in members if isinstance(member, FunctionType)]
     read = next((f.__globals__ for f in functions if f.__globals__.get("__name__") == "__mp_main__"), script)
-    for name, value in definitions.items():
-        known = script.get(name)
+    for dotted, value in definitions.items():
+        *path, name = dotted.split(".")
+        owner = functools.reduce(lambda owner, name: getattr(owner, name, None), path, main)
+        known = getattr(owner, name, None)
         if isinstance(known, dict) and isinstance(value, dict):
             content = dict(value)  # it may be the same dict
             known.clear()
             known.update(content)
-        else:
+        elif owner is main:
             script[name] = read[name] = value
+        elif owner is not None:
+            setattr(owner, name, value)
 
 
 class _PayloadPickler(MainPickler):

@@ -44,8 +44,11 @@ class Config:
     width: int = 8
     kind: Kind = Kind.SQUARED
 
+def shifted(x):
+    return x
+
 def scaled(x):
-    return SCALE * x + SCALES["shift"] * settings.width
+    return SCALE * shifted(x) + SCALES["shift"] * settings.width
 
 class Scaled(nn.Module):
     def forward(self, x):
@@ -93,7 +96,8 @@ class Data(Dataset):
 
 TRAINING = """
 SCALE, settings = 1.5, Config()
-SCALES["shift"] = 0.5
+SCALES["shift"], Config.bias = 0.5, 0.25
+shifted = lambda x: x + Config.bias
 
 def trainer(strategy, devices, *callbacks):
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
