@@ -213,7 +213,9 @@ def read_script(source: str | bytes) -> MainModule:
     guards = [statement for statement in statements if isinstance(statement, ast.If) and _asks_for_main(statement.test)]
     if not guards:
         return MainModule(imported=False)
-    guarded = {name for guard in guards for name in _names(guard.body)}
+    imports = [node for guard in guards for node in ast.walk(guard) if isinstance(node, ast.Import | ast.ImportFrom)]
+    imported = {alias.asname or alias.name.partition(".")[0] for node in imports for alias in node.names}
+    guarded = {name for guard in guards for name in _names(guard.body)} | imported
     outside = set(_names([statement for statement in statements if statement not in guards]))
     functions = [node for node in ast.walk(tree) if isinstance(node, _FUNCTIONS)]
     inner = [node for function in functions for node in ast.walk(function)]

@@ -24,6 +24,7 @@ from typing import Any, TypeAlias, cast
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -165,6 +166,7 @@ class UserObjects:
         trainer, data = self._trainer, self._data
         callbacks = {f"callback {i}": callback for i, callback in enumerate(self._callbacks)}
         others = {**data, "profiler": getattr(trainer, "profiler", None)}
+        others |= {f"logger {i}": each for i, each in enumerate(trainer.loggers) if _is_of_user(each)}
         roots: dict[str, Any] = {f"module {n}": m for n, m in modules.items() if not isinstance(m, AbsentLayer)}
         if shared:
             roots |= {name: value for name, value in callbacks.items() if not is_own(value)}
@@ -232,6 +234,12 @@ class UserObjects:
 
 
 _BY_STAGE = ("state", "param_groups")  # of an optimizer
+
+
+def _is_of_user(logger: Logger) -> bool:
+    """Whether none of Lightning's classes writes what ``logger`` gets."""
+    homes = {base.__module__ for base in type(logger).__mro__} - {Logger.__module__}
+    return not any(home.startswith("lightning.pytorch.loggers.") for home in homes)
 
 
 @dataclass(frozen=True)

@@ -274,7 +274,8 @@ _MOST_BYTES = 100_000_000
 
 def _settings(main: MainModule) -> dict[str, Any]:
     """The script's settings that can be pickled; of other modules plain values only."""
-    script, found = sys.modules["__main__"], {}
+    script: Any = sys.modules["__main__"]
+    found: dict[str, Any] = {}
     for dotted in sorted(main.settings):
         path: list[str] = []
         owner = value = script
@@ -282,7 +283,7 @@ def _settings(main: MainModule) -> dict[str, Any]:
             if isinstance(value, type | ModuleType):
                 path.append(name)
                 owner, value = value, getattr(value, name, None)
-        if isinstance(value, type | ModuleType) or (owner is script and "." in dotted):
+        if "." in dotted and (owner is script or isinstance(value, type | ModuleType)):
             continue
         is_own = owner is script or (isinstance(owner, type) and owner.__module__ == "__main__")
         if (is_own or isinstance(value, _PLAIN)) and _may_be_sent(value, main):
@@ -306,7 +307,7 @@ def _define(definitions: Mapping[str, Any]) -> None:
 
     Functions of a script that multiprocessing has imported read another dict, of which the module's is a copy.
     """
-    main = sys.modules["__main__"]
+    main: Any = sys.modules["__main__"]
     script = vars(main)
     classes = [value for value in script.values() if isinstance(value, type)]
     members = [member for owner in (script, *map(vars, classes)) for member in owner.values()]

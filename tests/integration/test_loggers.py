@@ -1,12 +1,15 @@
 """Loggers lose no row and open no second version when the leader dies."""
 
 import csv
+import functools
+import threading
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.utilities import rank_zero_only
 from support.models import GLOBAL_BATCH, Regression, dataset
 from support.training import on_one_device, trainer
 from torch import Tensor
@@ -59,3 +62,38 @@ def test_a_logger_that_the_script_has_used_before_goes_on_after_the_leader_and_i
     one, grid = found
     assert len(one) == EPOCH + 2
     assert [{key: float(value) for key, value in row.items()} for row in grid] == numbers(one)
+
+
+class InMemory(Logger):
+    """Keeps rows for the script that reads them after ``fit``, and what cannot be pickled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[dict[str, float]] = []
+        self.status, self.lock = "", None
+
+    name = version = "memory"
+
+    def log_hyperparams(self, *_: Any) -> None:
+        """They are in the script."""
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        if rank_zero_only.rank == 0:
+            self.lock = self.lock or threading.Lock()
+            self.rows.append(metrics)
+
+    def finalize(self, status: str) -> None:
+        self.status = status
+
+
+def test_what_a_logger_of_ones_own_keeps_is_there_after_fit():
+    found = []
+    for lightning in (on_one_device, functools.partial(trainer, 2, 1, [Fault("kill", 1, 0, 2)])):
+        run = lightning(logger=InMemory(), log_every_n_steps=1, max_epochs=1, max_steps=-1)
+        size = GLOBAL_BATCH if run.num_devices == 1 else GLOBAL_BATCH // 2
+        run.fit(Logged().double(), DataLoader(dataset(GLOBAL_BATCH * EPOCH), batch_size=size))
+        kept = [{k: v for k, v in row.items() if not k.startswith("recycle/")} for row in run.logger.rows]
+        found.append((kept, run.logger.status))
+    (one, status), (grid, its_status) = found
+    assert (grid, its_status) == (numbers(one), status)
+    assert len(one) > EPOCH
