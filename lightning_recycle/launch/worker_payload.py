@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import inspect
 import io
 import logging
@@ -48,6 +49,7 @@ from lightning_recycle.session.object_attributes import slots_of
 
 log = logging.getLogger(__name__)
 
+_HYDRA = "hydra.core.hydra_config"
 _THREADS = "OMP_NUM_THREADS"
 _threads_at_import = os.environ.get(_THREADS)  # in a worker: what torch has gone by in the fork server
 _has_entered = False
@@ -130,6 +132,8 @@ class Settings:
     levels: dict[str, int]
     disabled: int
     resolvers: dict[str, Any]
+    hydra: Any
+    """The configuration that ``HydraConfig.get()`` reads; None without."""
 
     @classmethod
     def capture(cls) -> Settings:
@@ -144,6 +148,7 @@ class Settings:
             resolvers={
                 name: resolver for name, resolver in BaseContainer._resolvers.items() if _is_own(name, resolver)
             },
+            hydra=sys.modules[_HYDRA].HydraConfig.instance().cfg if _HYDRA in sys.modules else None,
         )
 
     def restore(self) -> None:
@@ -159,6 +164,8 @@ class Settings:
                 logger.setLevel(level)
         logging.disable(self.disabled)
         BaseContainer._resolvers.update(self.resolvers)
+        if self.hydra is not None:
+            importlib.import_module(_HYDRA).HydraConfig.instance().cfg = self.hydra
         warnings.filters[:] = self.filters  # type: ignore[index]
         with warnings.catch_warnings():
             pass  # lets Python know that the filters have changed: it remembers what it has shown

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hydra import compose, initialize_config_module
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from lightning_recycle.errors import ConfigurationError
@@ -33,6 +35,16 @@ def test_resolvers_registered_in_a_function_travel_and_one_that_cannot_does_not_
     settings.restore()
     assert OmegaConf.create({"weight": "${times:2}"}).weight == 4
     assert not OmegaConf.has_resolver("locked")
+
+
+def test_hydras_configuration_of_the_job_travels(monkeypatch):
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
+    with initialize_config_module("lightning_recycle.conf", version_base=None):
+        HydraConfig.instance().set_config(compose("plan", return_hydra_config=True))
+    sent = dumps(Settings.capture())
+    HydraConfig.instance().cfg = None
+    pickle.loads(sent).restore()
+    assert HydraConfig.get().job.config_name == "plan"
 
 
 class Refuses:
