@@ -34,7 +34,7 @@ from lightning_recycle.control.network.connection import MessageConnection, conn
 from lightning_recycle.control.options import HeartbeatTimeouts, RecoveryOptions
 from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.protocol import messages
-from lightning_recycle.control.protocol.member import Go, Member
+from lightning_recycle.control.protocol.member import Member
 from lightning_recycle.control.protocol.messages import WorkerStatus
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.planner import PlanningOptions
@@ -63,7 +63,7 @@ class FakeWorker:
 
     def __post_init__(self) -> None:
         self.member = Member(-1)
-        self.say(messages.Hello(None, os.getpid(), node=f"of process {os.getpid()}"))
+        self.say(messages.Hello(None, messages.Process("", os.getpid(), node=f"of process {os.getpid()}")))
 
     @property
     def rank(self) -> int:
@@ -86,7 +86,8 @@ class FakeWorker:
         match message:
             case messages.Regroup():
                 self.member.enter()
-                self.say(self.member.report(WorkerStatus(self.stage, self.version, False), None))
+                status, member = WorkerStatus(self.stage, self.version, False), self.member
+                self.say(messages.Report(self.rank, member.generation, status, None, member.begun))
             case messages.Resume():
                 self.find_others(message)
             case messages.Found():
@@ -116,7 +117,7 @@ class FakeWorker:
         answer = self.member.begin(self.version)
         for reply in answer.replies:
             self.say(reply)
-        if isinstance(answer, Go) and self.stage == self.grid.stages - 1:
+        if answer.pause is None and self.stage == self.grid.stages - 1:
             first = self.grid.worker(self.rank).pipeline * self.grid.microbatches
             indices = range(first, first + self.grid.microbatches)
             if self.rank == min(r for r in self.member.roster if r % self.grid.stages == self.stage):
