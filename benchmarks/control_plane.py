@@ -77,7 +77,7 @@ class FakeWorker:
         self.connection.send(message)
 
     def beat(self) -> None:
-        activity = messages.Activity(self.version, "waits", "steps", time.monotonic())
+        activity = messages.Activity(self.version, "waits", "steps")
         self.say(messages.Heartbeat(self.rank, self.member.generation, activity, 0.0, self.member.begun))
 
     def hear(self, message: Any) -> None:
