@@ -48,3 +48,24 @@ def test_last_words_that_came_with_what_could_not_be_answered_count(answers):
     loop.close()
     assert heard == [*asked, crash]
     assert lost == [(0, "its connection to the coordinator broke")]
+
+
+def test_any_number_of_workers_may_be_found_lost_at_once():
+    """As when a switch fails: each loss is told to workers that cannot be reached either."""
+    lost: list[int] = []
+
+    def on_lost(rank: int, cause: str) -> None:
+        table.drop(rank)
+        lost.append(rank)
+        table.post([*table.connections], encode(MembershipConfirmed(0)))
+        table.lose_unreachable()
+
+    loop = EventLoop(lambda: None)
+    table = WorkerTable(loop, lambda rank: None, on_lost, {})
+    for rank in range(400):
+        here, there = socket.socketpair()
+        table.connect(rank, NonBlockingConnection(here, FrameBuffer(FROM_WORKERS)), Process("", 1, ""))
+        there.close()
+    loop.dispatch(loop.select(0.0))
+    loop.close()
+    assert sorted(lost) == list(range(400))

@@ -54,7 +54,8 @@ class WorkerTable:
         self.last_known_processes: dict[int, Process] = dict(last_known_processes)
         self._loop = loop
         self._on_messages, self._on_lost = on_messages, on_lost
-        self._unreachable: list[tuple[int, NonBlockingConnection]] = []
+        self._unreachable: dict[int, NonBlockingConnection] = {}
+        self._loses_unreachable = False
         self._being_lost: set[int] = set()  # whose last messages are being read
 
     def has(self, rank: int) -> bool:
@@ -102,7 +103,7 @@ class WorkerTable:
             try:
                 connection.send_frame(frame)
             except OSError:
-                self._unreachable.append((rank, connection))
+                self._unreachable[rank] = connection
             else:
                 self._loop.watch_unsent(connection)
 
@@ -115,11 +116,17 @@ class WorkerTable:
                 self._loop.watch_unsent(connection)
 
     def lose_unreachable(self) -> None:
-        """Workers that could not be sent a message are lost."""
-        while self._unreachable:
-            rank, connection = self._unreachable.pop(0)
-            if self.connections.get(rank) is connection and rank not in self._being_lost:
-                self._lose(rank)
+        """Workers that could not be sent a message are lost, one after the other."""
+        if self._loses_unreachable:
+            return  # a loss, which is told to others that cannot be reached either: the loop goes on with them
+        self._loses_unreachable = True
+        try:
+            while self._unreachable:
+                connection = self._unreachable.pop(rank := next(iter(self._unreachable)))
+                if self.connections.get(rank) is connection and rank not in self._being_lost:
+                    self._lose(rank)
+        finally:
+            self._loses_unreachable = False
 
     def restart_send_timers(self, now: float) -> None:
         """Restarts the clocks of unsent frames: this process could not send until now."""
