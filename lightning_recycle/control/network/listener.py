@@ -207,8 +207,10 @@ class Listener:
 
 def _say(stranger: _Stranger, data: bytes) -> None:
     """Sends ``data``, which fits any buffer."""
-    if data and stranger.socket.send(data) < len(data):
-        raise ConnectionError("it takes nothing")
+    with contextlib.suppress(BlockingIOError):
+        if not data or stranger.socket.send(data) == len(data):
+            return
+    raise ConnectionError("it takes nothing")
 
 
 def _has_left(sock: socket.socket) -> bool:
