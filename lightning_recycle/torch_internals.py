@@ -5,6 +5,7 @@ torch 2.6 has no public way to them. ``tests/test_import.py`` fails when one dis
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
@@ -139,6 +140,14 @@ def hooks_after_accumulation(parameters: Iterable[nn.Parameter]) -> Iterator[tup
     for parameter in parameters:
         if hooks := getattr(parameter, "_post_accumulate_grad_hooks", None):
             yield parameter, hooks
+
+
+def take_hooks_after_accumulation(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, dict[Any, Any]]:
+    """Removes those hooks, and returns them."""
+    taken = dict(hooks_after_accumulation(parameters))
+    for parameter in taken:
+        set_hooks_after_accumulation(parameter, OrderedDict())
+    return taken
 
 
 def set_hooks_after_accumulation(parameter: nn.Parameter, hooks: dict[Any, Any]) -> None:

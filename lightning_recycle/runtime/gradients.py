@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -43,6 +43,7 @@ from lightning_recycle.torch_internals import (
     foreach_norm,
     hooks_after_accumulation,
     set_hooks_after_accumulation,
+    take_hooks_after_accumulation,
     versions_of,
 )
 
@@ -265,9 +266,8 @@ class GradientBuffers:
                 if parameter.grad is grad:  # since the step before the last; it is emptied now
                     parameter.grad = grad.clone()
             self._set_aside = {parameter: parameter.grad for parameter in self.parameters}
-        for parameter, hooks in hooks_after_accumulation(self.parameters):
+        for parameter, hooks in take_hooks_after_accumulation(self.parameters).items():
             self._hooks.setdefault(parameter, hooks).update(hooks)
-            set_hooks_after_accumulation(parameter, OrderedDict())
         trained, statistics = self._trained(), self._statistics()
         if self._sets[step % 2].holds != _layout_key(trained, statistics):
             self._sets[step % 2] = self._empty(trained, statistics)

@@ -401,10 +401,9 @@ class CheckpointBatch:
             if not self.copies.finish():
                 raise GivenUp("the optimizer's state was changed between two steps")
             if not self.copies.are_originals:  # for which the training waits
+                thread = threading.get_native_id()
                 with contextlib.suppress(OSError):
-                    os.setpriority(
-                        os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY
-                    )  # on Linux: of this thread
+                    os.setpriority(os.PRIO_PROCESS, thread, _LOW_PRIORITY)  # on Linux: of this thread
             return request.write()
         except GivenUp as error:
             why = str(error)

@@ -17,7 +17,6 @@ of optimizers are called once, by each micro-batch. Optimizers that ``configure_
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import copy, deepcopy
@@ -55,8 +54,8 @@ from lightning_recycle.session.optimizer_states import OptimizerState, copied
 from lightning_recycle.session.output_recorder import OutputRecorder, metric_states, set_metric_states
 from lightning_recycle.session.worker_context import WorkerContext
 from lightning_recycle.torch_internals import (
-    hooks_after_accumulation,
     set_hooks_after_accumulation,
+    take_hooks_after_accumulation,
     tree_map_only,
 )
 
@@ -408,11 +407,9 @@ class ManualSteps:
             return
         trained = [p for p in self._trainer.lightning_module.parameters() if p.requires_grad]
         before = [parameter.grad for parameter in trained]
-        hooks = dict(hooks_after_accumulation(trained))
+        hooks = take_hooks_after_accumulation(trained)
         for parameter in trained:
             parameter.grad = None
-        for parameter in hooks:
-            set_hooks_after_accumulation(parameter, OrderedDict())
         self._in_backward = True
         try:
             original(*args, **kwargs)

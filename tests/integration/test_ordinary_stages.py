@@ -17,7 +17,7 @@ from support.training import difference, failures, grid_trainer, on_one_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_recycle import ConfigurationError, PipelineModule
+from lightning_recycle import ConfigurationError, PipelineModule, ReCycleError
 from lightning_recycle.callbacks import Fault
 
 pytestmark = pytest.mark.long
@@ -248,3 +248,17 @@ def test_what_cannot_be_cut_is_refused_by_name(model, strategy, words):
         run.fit(model().double(), DataLoader(images(), BATCH))
     assert all(word in str(caught.value) for word in words), caught.value
     assert run.global_step == 0
+
+
+class GroupOfEach(Vision):
+    """A group for each parameter, so stages of different layers have different numbers of them."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([{"params": [parameter]} for parameter in self.parameters()], lr=1e-2)
+
+
+def test_other_numbers_of_groups_on_stages_are_refused_before_a_step_is_applied():
+    data = TensorDataset(torch.randn(BATCH, 8), torch.zeros(BATCH, dtype=torch.int64))
+    run, module = grid_trainer(1, 2, max_steps=2), GroupOfEach()
+    with pytest.raises(ReCycleError, match=r"After step 0 .*the number of parameter groups of the optimizer"):
+        run.fit(module, DataLoader(data, batch_size=BATCH))
