@@ -372,13 +372,18 @@ def _cut(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 0)
 
 
+def _signal_self(number: int) -> None:
+    """Sends a signal to the process, as others would; not to this thread."""
+    os.kill(os.getpid(), number)
+
+
 EFFECTS: dict[str, Callable[[], None]] = {
-    "kill": partial(signal.raise_signal, signal.SIGKILL),  # the system closes its connections
+    "kill": partial(_signal_self, signal.SIGKILL),  # the system closes its connections
     "exit": partial(os._exit, 1),  # no `finally`, no exit handlers, no message
-    "hang": partial(signal.raise_signal, signal.SIGSTOP),  # all threads; goes on after SIGCONT
+    "hang": partial(_signal_self, signal.SIGSTOP),  # all threads; goes on after SIGCONT
     "deadlock": deadlock,
     "partition": partition,
-    "preempt": partial(signal.raise_signal, signal.SIGTERM),  # as from a cluster manager that reclaims the machine
+    "preempt": partial(_signal_self, signal.SIGTERM),  # as from a cluster manager that reclaims the machine
 }
 """How the calling process fails, by the kind of fault."""
 

@@ -383,7 +383,8 @@ class LayerParts(ModelParts):
             return parts
 
         def record(recorder: StepRecorder, output: Any, target: Any, samples: int) -> bytes:
-            return recorder.record(call_at, indices, hook, output, *([target] * has_targets), samples=samples)
+            given = (output, target) if has_targets else (output,)
+            return recorder.record(call_at, indices, hook, *given, samples=samples)
 
         return split, record
 

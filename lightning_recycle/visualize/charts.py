@@ -51,10 +51,6 @@ _LOOKS = {
 _MARGIN, _LABELS, _ROW, _GAP, _PIPELINE_GAP = 16.0, 128.0, 22.0, 2.0, 9.0
 _LEFT = _MARGIN + _LABELS
 _TITLE, _AXIS, _PANEL_GAP = 34.0, 24.0, 18.0
-_BOLD: dict[str, Any] = {"font_weight": "bold"}
-_END_ANCHOR: dict[str, Any] = {"text_anchor": "end"}
-_MIDDLE_ANCHOR: dict[str, Any] = {"text_anchor": "middle"}
-_DASHED: dict[str, Any] = {"stroke_dasharray": "5 4"}
 _MARK = 4.0  # width of an operation that takes no time
 
 
@@ -198,8 +194,8 @@ class _Chart(NamedTuple):
         numbers = f"makespan {schedule.makespan:.4g}, period {schedule.period:.4g} {self.unit}"
         middle = top + _TITLE / 2
         heading = [
-            _text(_MARGIN, middle, name, size=15.0, **_BOLD),
-            _text(self.width - _MARGIN, middle, numbers, size=12.0, fill=_MUTED, **_END_ANCHOR),
+            _text(_MARGIN, middle, name, size=15.0, font_weight="bold"),
+            _text(self.width - _MARGIN, middle, numbers, size=12.0, fill=_MUTED, text_anchor="end"),
         ]
         rows: list[str] = []
         y = first_row = top + _TITLE
@@ -215,23 +211,23 @@ class _Chart(NamedTuple):
         bottom = y - _PIPELINE_GAP
         # A little longer than the boxes, so that ends of iterations can be compared between panels.
         x = _LEFT + schedule.makespan * self.scale
-        makespan = _line(x, first_row - 5, x, bottom + 5, _END, 1.5, **_DASHED)
-        axis = [_text(_LEFT - 8, bottom + 13, self.unit, size=10.0, fill=_MUTED, **_END_ANCHOR)]
+        makespan = _line(x, first_row - 5, x, bottom + 5, _END, 1.5, stroke_dasharray="5 4")
+        axis = [_text(_LEFT - 8, bottom + 13, self.unit, size=10.0, fill=_MUTED, text_anchor="end")]
         step = _tick(self.end)
         for k in range(math.floor(self.end / step + 1e-9) + 1):
             x = _LEFT + k * step * self.scale
             axis.append(_line(x, first_row - 3, x, bottom + 4, _FAINT, 0.8))
-            axis.append(_text(x, bottom + 13, f"{k * step:g}", size=10.0, fill=_MUTED, **_MIDDLE_ANCHOR))
+            axis.append(_text(x, bottom + 13, f"{k * step:g}", size=10.0, fill=_MUTED, text_anchor="middle"))
         groups = [_group("title", heading), _group("axis", axis), *rows, _group("makespan", [makespan])]
         return groups, bottom + _AXIS
 
     def _row(self, schedule: Schedule, worker: Worker, y: float) -> Iterator[str]:
         dead = worker in schedule.failed
         fill = "#999999" if dead else _INK
-        yield _text(_LEFT - 8, y + _ROW / 2, f"stage {worker.stage}", fill=fill, **_END_ANCHOR)
+        yield _text(_LEFT - 8, y + _ROW / 2, f"stage {worker.stage}", fill=fill, text_anchor="end")
         if dead:
             yield _rect(_LEFT, y, self.end * self.scale, _ROW, "#f3f3f3", stroke=_DEAD, hatch=_DEAD_HATCH)
-            yield _text(_LEFT + 10, y + _ROW / 2, "failed", fill="#8a1f11", **_BOLD)
+            yield _text(_LEFT + 10, y + _ROW / 2, "failed", fill="#8a1f11", font_weight="bold")
         for iteration in range(self.iterations):
             pale: dict[str, Any] = {"opacity": 0.45} if iteration else {}
             for scheduled in schedule.workers.get(worker, ()):
@@ -264,8 +260,8 @@ class _Chart(NamedTuple):
         size = next((size for size in (10.5, 8.0) if len(label) * 0.65 * size <= width), None)
         if size is not None:
             middle = y + _ROW / 2 - (2.0 if adopted else 0.0)
-            weight = _BOLD if adopted else {}
-            yield _text(x + width / 2, middle, label, size=size, fill=look.ink, **_MIDDLE_ANCHOR, **weight)
+            font: dict[str, Any] = {"font_weight": "bold"} if adopted else {}
+            yield _text(x + width / 2, middle, label, size=size, fill=look.ink, text_anchor="middle", **font)
 
     def legend(self, panels: Sequence[Schedule], y: float) -> tuple[str, float]:
         """The legend from ``y`` down, in as many lines as it needs, and its lower end."""
@@ -276,7 +272,7 @@ class _Chart(NamedTuple):
             entries.append(
                 ("adopted (pipeline.micro-batch)", frame + _rect(2, 8, 10, 4, _ADOPTED_HATCH, hatch=_ADOPTED))
             )
-        entries.append(("end of the iteration", _line(7, -1, 7, 15, _END, 1.5, **_DASHED)))
+        entries.append(("end of the iteration", _line(7, -1, 7, 15, _END, 1.5, stroke_dasharray="5 4")))
         elements, x = [], _LEFT
         for text, symbol in entries:
             extent = 40 + 5.5 * len(text)
