@@ -16,7 +16,7 @@ import logging
 import queue
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -211,6 +211,7 @@ class Vacancies:
         self.spares: list[tuple[NonBlockingConnection, Process]] = []
         self._positions = positions
         self._nodes: dict[int, str] = {}  # machines of the spares that were placed, by rank
+        self._counts: defaultdict[tuple[str, int], Counter[str]] = defaultdict(Counter)  # of each machine, by place
         self._options = options
         self._start_worker = start_worker
         self._wake = wake
@@ -229,10 +230,7 @@ class Vacancies:
     ) -> tuple[int, NonBlockingConnection, Process] | None:
         """A place of ``free`` for the longest-waiting spare, with connection and process.
 
-        It is of a column with the fewest workers, by ``workers_by_column``. Best is a position with members on the
-        spare's node alone, which the collectives of its layers do not leave, next an empty one. Of these the best is in
-        a pipeline with others of its node, so that loss of the node hits different stages, next in an empty one. None
-        without a spare or place.
+        It is of a column with the fewest workers, by ``workers_by_column``. None without a spare or place.
         """
         if not free or not self.spares:
             return None
@@ -244,26 +242,39 @@ class Vacancies:
             if workers_by_column.get(rank % columns, 0) == fewest:
                 group = rank // (members if members > 1 else columns)
                 lowest[group] = min(rank, lowest.get(group, rank))
-        by_position, by_pipeline = defaultdict[int, set[str]](set), defaultdict[int, set[str]](set)  # machines
-        for rank, node in self._nodes.items():
-            by_position[rank // members].add(node)
-            by_pipeline[rank // columns].add(node)
-
-        def cost(rank: int) -> tuple[bool, bool, bool, bool, int]:
-            position, pipeline, own = by_position[rank // members], by_pipeline[rank // columns], {process.node}
-            return bool(position - own), not position, not pipeline & own, bool(pipeline - own), rank
-
-        rank = min(lowest.values(), key=cost)
-        self._nodes[rank] = process.node
+        rank = min(lowest.values(), key=lambda rank: (*self._placement_cost(rank, process.node), rank))
+        self._take_node(rank, process.node)
         return rank, connection, process
+
+    def _take_node(self, rank: int, node: str) -> None:
+        self._nodes[rank] = node
+        for counter in self._counters(rank):
+            counter[node] += 1
+
+    def _counters(self, rank: int) -> tuple[Counter[str], Counter[str]]:
+        """Counts of workers by machine, in the position and in the pipeline of ``rank``."""
+        members, columns = self._positions.members, self._positions.columns
+        return self._counts["position", rank // members], self._counts["pipeline", rank // columns]
 
     def record_earlier_process(self, rank: int, process: Process) -> None:
         """Records that ``process`` held the position before this coordinator."""
-        self._nodes[rank] = process.node
+        self._take_node(rank, process.node)
         self.incarnations[rank] = max(process.incarnation, self.incarnations.get(rank, 0))
 
+    def _placement_cost(self, rank: int, node: str) -> tuple[bool, bool, bool, bool]:
+        """Sort key of ``rank`` as a place for a spare of ``node``; the lowest is best.
+
+        Best is a position with members on this node alone, which the collectives of its layers do not leave, next an
+        empty one. Of these the best is in a pipeline with others of its node, so that loss of the node hits different
+        stages, next in an empty one.
+        """
+        position, pipeline = (+counter for counter in self._counters(rank))
+        return bool(position.keys() - {node}), not position, node not in pipeline, bool(pipeline.keys() - {node})
+
     def leave_node(self, rank: int) -> None:
-        self._nodes.pop(rank, None)
+        if (node := self._nodes.pop(rank, None)) is not None:
+            for counter in self._counters(rank):
+                counter[node] -= 1
 
     def forget_spare(self, connection: NonBlockingConnection) -> None:
         self.spares = [spare for spare in self.spares if spare[0] is not connection]

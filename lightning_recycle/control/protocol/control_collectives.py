@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from lightning_recycle.control.protocol import messages
@@ -241,13 +241,19 @@ def _stop_later(state: MembershipState, point: int, rank: int) -> Next:
     return state, commands
 
 
+@dataclass(eq=False)
+class _Question:
+    message: LookUp
+    missing: int
+
+
 class PublishedKeys:
     """The keys of the newest generation."""
 
     def __init__(self) -> None:
         self._generation = -1
         self._values: dict[str, bytes] = {}
-        self._questions: defaultdict[str, list[LookUp]] = defaultdict(list)  # by key that is missing
+        self._questions: dict[str, list[_Question]] = defaultdict(list)
 
     def begin(self, generation: int) -> None:
         self._generation = generation
@@ -259,21 +265,27 @@ class PublishedKeys:
         if message.generation != self._generation:
             return []
         self._values[message.key] = message.value
-        return self._answers(self._questions.pop(message.key, []))
+        answers = []
+        for question in self._questions.pop(message.key, ()):
+            question.missing -= 1
+            if not question.missing:
+                answers.append((question.message.rank, self._answer(question.message)))
+        return answers
 
     def look_up(self, message: LookUp) -> list[tuple[int, Found]]:
         """The answer, if it is complete already."""
         if message.generation != self._generation:
             return []
-        for key in set(message.keys) - self._values.keys():
-            self._questions[key].append(message)
-        return self._answers([message])
+        missing = [key for key in set(message.keys) if key not in self._values]
+        if not missing:
+            return [(message.rank, self._answer(message))]
+        question = _Question(message, len(missing))
+        for key in missing:
+            self._questions[key].append(question)
+        return []
 
-    def _answers(self, questions: list[LookUp]) -> list[tuple[int, Found]]:
-        """Answers to those of ``questions`` of which all keys are known."""
-        values = self._values
-        complete = [asked for asked in questions if all(key in values for key in asked.keys)]
-        return [(asked.rank, Found(self._generation, {key: values[key] for key in asked.keys})) for asked in complete]
+    def _answer(self, message: LookUp) -> Found:
+        return Found(self._generation, {key: self._values[key] for key in message.keys})
 
 
 # ---------------------------------------------------------------------- background checkpoints
