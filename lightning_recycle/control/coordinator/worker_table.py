@@ -268,13 +268,15 @@ class Vacancies:
         empty one. Of these the best is in a pipeline with others of its node, so that loss of the node hits different
         stages, next in an empty one.
         """
-        position, pipeline = (+counter for counter in self._counters(rank))
+        position, pipeline = self._counters(rank)
         return bool(position.keys() - {node}), not position, node not in pipeline, bool(pipeline.keys() - {node})
 
     def leave_node(self, rank: int) -> None:
         if (node := self._nodes.pop(rank, None)) is not None:
             for counter in self._counters(rank):
                 counter[node] -= 1
+                if not counter[node]:
+                    del counter[node]
 
     def forget_spare(self, connection: NonBlockingConnection) -> None:
         self.spares = [spare for spare in self.spares if spare[0] is not connection]

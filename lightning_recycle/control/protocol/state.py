@@ -599,7 +599,7 @@ class MembershipState(_Updatable):
         """First live member of the lowest pipeline in ``stage``; None if there is none."""
         positions = self.positions
         of_column = range(stage * positions.members, positions.num_workers, positions.columns)
-        return min((rank for rank in of_column if rank in self.roster.live), key=positions.pipeline, default=None)
+        return next((rank for rank in of_column if rank in self.roster.live), None)
 
     def holders(self, column: int) -> frozenset[int]:
         """The live ranks that have the state of ``column``."""
