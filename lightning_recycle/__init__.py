@@ -18,6 +18,7 @@ from lightning_recycle import lightning_names
 from lightning_recycle.arguments import __version__ as __version__
 from lightning_recycle.errors import (
     OTHER_LIGHTNING,
+    CheckpointError,
     ConfigurationError,
     ReCycleError,
     StageLostError,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from lightning_recycle.strategy import ReCycleStrategy
 
 __all__ = [
+    "CheckpointError",
     "CheckpointOptions",
     "CommunicationOptions",
     "ConfigurationError",

@@ -177,7 +177,7 @@ class LayerSpec:
         if not callable(cls) or isinstance(cls, nn.Module):
             raise ConfigurationError(
                 f"LayerSpec expects a class or a callable that builds a layer, got {cls!r}."
-                " Write LayerSpec(nn.Linear, 8, 8), not LayerSpec(nn.Linear(8, 8))."
+                " Write LayerSpec(nn.Linear, 8, 8): the class itself, then its arguments."
             )
         self.cls, self.args, self.kwargs = cls, args, kwargs
 
@@ -296,8 +296,8 @@ def even_parts(num_layers: int, num_stages: int) -> tuple[range, ...]:
     if num_layers < num_stages:
         raise ConfigurationError(
             f"The model has {counted(num_layers, 'layer')}, fewer than pipeline_parallel_size={num_stages} stages."
-            f" Use pipeline_parallel_size={num_layers} or less, or split the model into more layers in"
-            " configure_pipeline()."
+            f" Use pipeline_parallel_size={num_layers}{' or less' if num_layers > 1 else ''}, or split the model into"
+            " more layers in configure_pipeline()."
         )
     return held_ranges(even_cuts(num_layers, num_stages))
 

@@ -151,9 +151,9 @@ class PlanningOptions(OptionGroup):
             plans for failures are then the heuristic's, or those of ``plan_library``.
         plan_library: a directory in which plans are looked up, and stored. ``recycle-plan library=...`` fills one
             before the run. Use it with a ``profile``: plans are found by their costs.
-        profile: a file with measured times of the model, for the costs of all plans; if it does not exist, it is
-            measured in the first steps and written. "auto" does that in every run, to ``profile.json`` in the Trainer's
-            ``default_root_dir``.
+        profile: a file with measured times of the model, for the costs of all plans, or "auto"; if it does not exist,
+            it is measured in the first steps and written. "auto" does that in every run, to ``profile.json`` in the
+            Trainer's ``default_root_dir``.
         partition: the layers of each stage at first: equal numbers ("count"), or a list such as ``[3, 5, 4]``.
             ``RecoveryOptions(rebalance)`` moves them by their measured times.
         split_backward: whether backwards are split, so that weight gradients fill idle slots. That takes processor

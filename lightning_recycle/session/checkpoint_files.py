@@ -243,12 +243,13 @@ def check_exists(path: Any, checkpoint_io: CheckpointIO) -> None:
     elif local is not None and not local.parent.is_dir():
         reason = f"there is no folder {local.parent.absolute()}"
     else:
-        reason = "there is no such file or folder" + ("" if local is None else f" in {local.parent.absolute()}")
+        reason = "there is no such file or folder"
     newest = ""
     if local is not None and local.parent.is_dir():
         others = newest_first(checkpoints_beside(local))
         whole = next((other for other in others if restored(other) is not None and damage(other) is None), None)
-        newest = ", and no checkpoint that is whole" if whole is None else f"; the newest checkpoint there: {whole}"
+        none = f"; {local.parent.absolute()} holds no whole checkpoint"
+        newest = none if whole is None else f"; the newest whole checkpoint there: {whole}"
     raise CheckpointError(f"ckpt_path={os.fspath(path)!r}: {reason}{newest}.")
 
 

@@ -455,13 +455,22 @@ def _series_classes(series: Series, kind: str) -> str:
     return f"{kind} {series.color} series s-{series.key}"
 
 
-def _stroke(series: Series, d: str) -> Shape:
-    return _path(d, _series_classes(series, "stroke dashed" if series.dashed else "stroke"))
+def _stroke(series: Series, d: str, along: bool = False) -> Shape:
+    look = " along" if along else " dashed" if series.dashed else ""
+    return _path(d, _series_classes(series, f"stroke{look}"))
 
 
-def _mark(series: Series, x: float, y: float, **tip: str) -> Iterable[Shape]:
+def _along(places: Sequence[tuple[float, float]], drawn: set[Any]) -> bool:
+    """Whether a line through ``places`` would cover lines ``drawn`` for half of its length; adds it to them."""
+    segments = set(pairwise((round(x), round(y)) for x, y in places))
+    hidden = len(drawn & segments)
+    drawn |= segments
+    return 2 * hidden >= max(1, len(segments))
+
+
+def _mark(series: Series, x: float, y: float, look: str = "", **tip: str) -> Iterable[Shape]:
     if series.marker is not None:
-        look = _series_classes(series, "mark hollow" if series.dashed else "mark fill")
+        look = _series_classes(series, f"mark {look or ('hollow' if series.dashed else 'fill')}")
         yield _path(_MARKERS[series.marker], look, transform=f"translate({x:.1f} {y:.1f})", **tip)
 
 
@@ -478,13 +487,14 @@ def swatch(series: Series, *, bars: bool = False) -> list[Shape]:
 
 
 def line_chart(title: str, series: Sequence[Series], x: Axis, y: Axis) -> Picture:
-    """Lines with markers, and bands where points have a spread."""
+    """Lines with markers, and bands where points have a spread; lines along earlier ones are dotted."""
     frame = _Frame(_PLOT_LEFT, _PLOT_TOP, _CHART_WIDTH - _PLOT_LEFT - _PLOT_RIGHT, _PLOT_HEIGHT, x, y)
-    shapes = frame.axes()
+    shapes, drawn = frame.axes(), set[Any]()
     for each in series:
         places = [(frame.px(point.x), frame.py(point.y)) for point in each.points]
+        along = _along(places, drawn)
         if len(places) > 1:
-            shapes.append(_stroke(each, "M" + "L".join(f"{px:.1f} {py:.1f}" for px, py in places)))
+            shapes.append(_stroke(each, "M" + "L".join(f"{px:.1f} {py:.1f}" for px, py in places), along))
         if any(point.spread for point in each.points):
             edges = [
                 [(frame.px(point.x), frame.py(point.y + sign * point.spread)) for point in points]
@@ -493,7 +503,7 @@ def line_chart(title: str, series: Sequence[Series], x: Axis, y: Axis) -> Pictur
             outline = "L".join(f"{px:.1f} {py:.1f}" for px, py in (*edges[0], *edges[1]))
             shapes.append(_path(f"M{outline}z", _series_classes(each, "band")))
         for point, (px, py) in zip(each.points, places, strict=True):
-            shapes += _mark(each, px, py, **{"data-tip": point.tip})
+            shapes += _mark(each, px, py, "ring" if along else "", **{"data-tip": point.tip})
     return Picture(title, _PLOT_TOP + _PLOT_HEIGHT + _PLOT_BOTTOM, shapes)
 
 
@@ -521,7 +531,10 @@ def step_chart(title: str, above: Series, series: Sequence[Series], x: Axis, upp
     floor = f"V{first.bottom:.1f}H{first.px(above.points[0].x):.1f}z"
     shapes = [*first.axes(x_labels=False), _path(_steps(first, above) + floor, _series_classes(above, "area"))]
     shapes += [_stroke(above, _steps(first, above)), *second.axes()]
-    shapes += [_stroke(each, _steps(second, each)) for each in series]
+    drawn = set[Any]()
+    for each in series:
+        along = _along([(second.px(point.x), second.py(point.y)) for point in each.points], drawn)
+        shapes.append(_stroke(each, _steps(second, each), along))
     return Picture(title, second.bottom + _PLOT_BOTTOM, shapes)
 
 

@@ -279,7 +279,7 @@ def _by_interval(records: Sequence[Record]) -> Section | None:
         bands = f" Bands, from {LEAST_RUNS} runs on: 95 % interval of the mean." if many else ""
         parts.append(Paragraph(f"Protocol: {protocol_text(own)}.{bands} {_assumed(own)}"))
         parts += _ratio_lines(own, x, lambda record: 1 / interval(record), heads, apart_by)
-    lead = f"A node of the cluster fails at this interval on average; more failures to the right. {_IDEAL}"
+    lead = f"In each interval a node of the cluster fails, on average. {_IDEAL}"
     return Section("intervals", "Throughput by failure interval", lead, parts) if parts else None
 
 

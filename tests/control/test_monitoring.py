@@ -339,13 +339,13 @@ def test_a_run_is_found_without_an_address_and_leaves_nothing(
             assert "other.py" in listed
         with shown(None, "not_yet.py", http=False), shown(None, "nor_yet.py", http=False):
             for target in status_command._targets(str(os.getpid()))[1:]:
-                with pytest.raises(status_command.NoRun, match=f"^process {os.getpid()}: No run is going on"):
+                with pytest.raises(status_command.NoRun, match=f"^process {os.getpid()}: The run has ended"):
                     target.ask()
         with shown(None, "not_yet.py", http=False):
             assert status_command.main([]) == 0
             output = capsys.readouterr()
             assert "train.py  2 x 2 x 1" in output.out
-            assert "No run is going on" in output.err
+            assert "The run has ended" in output.err
     assert not runtime.exists()
 
 

@@ -189,7 +189,7 @@ def exception(run: Run) -> Statuses:
     assert {worker.status() for worker in workers} - {75} == {1}, "all raise it, or are told to stop"
     assert missing.status() == 1
     said = "".join(line for worker in workers for line in worker.lines)
-    assert f"ckpt_path='nope.ckpt': there is no such file or folder in {HERE}, and no checkpoint" in said
+    assert f"ckpt_path='nope.ckpt': there is no such file or folder; {HERE} holds no whole checkpoint" in said
     return {
         "worker": statuses[0],
         "coordinator": coordinator.status(),

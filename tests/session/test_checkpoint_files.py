@@ -259,7 +259,8 @@ def test_a_folder_that_is_no_checkpoint_is_refused_with_the_newest_one_in_it(kep
         save(tmp_path / "5.ckpt", 5, False)
     with pytest.raises(CheckpointError) as caught:
         chosen(tmp_path, tmp_path)
-    newest = f"; the newest checkpoint there: {tmp_path / '5.ckpt'}" if kept else ", and no checkpoint that is whole"
+    none = f"; {tmp_path} holds no whole checkpoint"
+    newest = f"; the newest whole checkpoint there: {tmp_path / '5.ckpt'}" if kept else none
     text = "it is not a checkpoint folder, with neither manifest.json nor .metadata nor meta.pt"
     assert str(caught.value) == f"ckpt_path='{tmp_path}': {text}{newest}."
 
@@ -272,8 +273,9 @@ def test_a_missing_checkpoint_is_refused_with_the_newest_whole_one_of_its_folder
     (tmp_path / "damaged.ckpt").write_bytes(b"PK\x03\x04")  # and newest
     with pytest.raises(CheckpointError) as caught:
         chosen(tmp_path, str(tmp_path / "nope.ckpt"))
-    newest = f"; the newest checkpoint there: {tmp_path / '5.ckpt'}" if kept else ", and no checkpoint that is whole"
-    text = f"ckpt_path='{tmp_path / 'nope.ckpt'}': there is no such file or folder in {tmp_path}{newest}."
+    none = f"; {tmp_path} holds no whole checkpoint"
+    newest = f"; the newest whole checkpoint there: {tmp_path / '5.ckpt'}" if kept else none
+    text = f"ckpt_path='{tmp_path / 'nope.ckpt'}': there is no such file or folder{newest}."
     assert str(caught.value) == text
 
 

@@ -138,8 +138,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGUSR1, end_after_this)
 
     def note_no_run(kind: type[BaseException] | None, *_: object) -> None:
-        has_met = finished or serving.has_met or reception.has_met
-        if kind is SystemExit and was_last.is_set() and options.obey and not has_met:
+        if kind is not SystemExit or finished or serving.has_met or reception.has_met:
+            return
+        if not options.obey:
+            log.info("Ended by a signal: no worker has come.")
+        elif was_last.is_set():
             each = "its process" if options.started == 1 else f"each of its {options.started} processes"
             log.warning(
                 "No worker joined a run: if the program trained, %s trained by itself. Give its Trainer"

@@ -114,8 +114,8 @@ class Monitor:
         if self._ask is None:
             if self.awaits_runs:
                 raise NothingToShow("No run is going on: it waits for workers.")
-            why = "the run has ended" if self._has_begun else "the workers are starting"
-            raise NothingToShow(f"No run is going on: {why}.")
+            what = "The run has ended" if self._has_begun else "The run has not begun: its workers are starting"
+            raise NothingToShow(f"{what}.")
         return self._ask()
 
     def _timed_plan(self, view: RunView, most: int) -> Schedule | None:

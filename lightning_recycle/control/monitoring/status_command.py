@@ -129,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
         "recycle-status",
         "recycle-status 10.0.0.1:8080 --watch",
         "recycle-status 10.0.0.1:8080 --json",
-        statuses={0: "the run is shown", 1: "there is no such run, or it does not answer"},
+        statuses={0: "a run is shown", 1: "none is: there is no such run, it has not begun, or it does not answer"},
     )
     parser.add_argument(
         "address",
