@@ -133,7 +133,7 @@ class StepRunner:
         self.siblings_done = True
         self.before_operation: list[Callable[[int, Op], None]] = []
         self.after_operation: list[Callable[[int, Op], None]] = []
-        self._rules = rules
+        self.rules = rules
         self._device = communicator.device
         self._measurements = measurements or StepMeasurements(client, self._device)
         self.timings = self._measurements.timings
@@ -178,7 +178,7 @@ class StepRunner:
         )
         # A scaled loss overflows now and then, and a peer computes what differentiates itself in its own way.
         has_replicas = self.grid.lanes > 1 and self.positions.members == 1  # a member cannot compute alone
-        may_blame = has_replicas and not self._rules.overflow and stage.differentiates_itself
+        may_blame = has_replicas and not self.rules.overflow and stage.differentiates_itself
         self.verifier = Verifier(
             self.client, self.communicator, stage, recompute, self.grid, self._device_name, is_comparable, may_blame
         )
@@ -377,7 +377,7 @@ class StepRunner:
         with self.client.waiting("peers"), self.timings.of[OpKind.REDUCE]:
             self._reduction.finish()
         payload = self._commit_payload(step)
-        norm = payload.squared_norm if self._rules.norm else None
+        norm = payload.squared_norm if self.rules.norm else None
         self.verifier.check_gradient(step, norm, self.gradients.of_step(step))
         self.payload, self.reduced = payload, True
 
@@ -392,12 +392,12 @@ class StepRunner:
 
     def _commit_payload(self, step: int) -> CommitPayload:
         """This stage's report of its reduced gradient of ``step``."""
-        if not (self._rules.norm or self._rules.overflow):
+        if not (self.rules.norm or self.rules.overflow):
             return CommitPayload(math.nan, False)
         reduced, unoptimized = (step, self.steps[step].accumulation), self.callbacks.unoptimized_parameters()
         return CommitPayload(
-            self.gradients.squared_norm(*reduced, (*self._not_counted, *unoptimized)) if self._rules.norm else math.nan,
-            self._rules.overflow and not self.gradients.is_finite(*reduced, unoptimized),
+            self.gradients.squared_norm(*reduced, (*self._not_counted, *unoptimized)) if self.rules.norm else math.nan,
+            self.rules.overflow and not self.gradients.is_finite(*reduced, unoptimized),
         )
 
     def _commit_and_apply(self) -> None:

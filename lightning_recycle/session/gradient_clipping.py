@@ -33,7 +33,13 @@ from lightning_recycle.runtime.commit_reports import CommitRules
 from lightning_recycle.session.lightning_internals import replace_grad_norm, stage_grad_norm
 from lightning_recycle.session.optimizer_states import OptimizerState
 from lightning_recycle.tensor_memory import local_part, sharded_like
-from lightning_recycle.torch_internals import after_unscaling, foreach_mul, has_step_hooks, replace_total_norm
+from lightning_recycle.torch_internals import (
+    after_unscaling,
+    foreach_mul,
+    has_step_hooks,
+    replace_total_norm,
+    version_of,
+)
 
 
 def commit_rules(
@@ -135,15 +141,39 @@ def norm_of_all(trainer: pl.Trainer, parameters: Iterable[Tensor]) -> float:
     return math.hypot(*norms.values())
 
 
-def called_once(closure: Callable[[], Any], name: str, otherwise: str = "") -> Callable[[], Any]:
-    """``closure`` for an optimizer that may call it once, as gradients are there."""
-    remaining = [closure]
+def norm_limit(trainer: pl.Trainer) -> float:
+    """The norm beyond which the Trainer clips now, as hooks may have changed that."""
+    if trainer.gradient_clip_algorithm == "value":
+        return math.inf
+    return float(trainer.gradient_clip_val or math.inf)
+
+
+def called_once(
+    closure: Callable[[], Any], name: str, optimizer: Optimizer, otherwise: str = "", *, has_gradients: bool = False
+) -> Callable[[], Any]:
+    """``closure`` for an optimizer that may call it once, and first, as gradients are computed.
+
+    ``has_gradients``: whether parameters have them already, and must keep them too.
+    """
+    parameters = [local_part(p) for group in optimizer.param_groups for p in group["params"]]
+    # Changes through `parameter.data` have no version; torch's own optimizers make none.
+    sums_up = not type(optimizer).__module__.startswith("torch.optim.")
+
+    def values() -> list[Any]:
+        gradients = [p.grad for p in parameters if p.grad is not None] if has_gradients else []
+        own = [(t.data_ptr(), version_of(t)) for t in (*parameters, *gradients)]
+        return [*own, float(nn.utils.get_total_norm(parameters))] if sums_up else own
+
+    before, remaining = values(), [closure]
 
     def once() -> Any:
-        if not remaining:
+        what = None if remaining else "calls its closure several times"
+        if remaining and values() != before:
+            what = "changes the parameters or their gradients before it calls its closure"
+        if what is not None:
             raise UnsupportedFeatureError(
-                f"In {name}, the optimizer calls its closure several times: the gradients of all workers would have to"
-                f" be reduced in each. Use an optimizer that calls it once{otherwise and ', ' + otherwise}."
+                f"In {name}, the optimizer {what}: the gradients of all workers would have to be reduced in each call."
+                f" Use an optimizer that calls it once, and first{otherwise and ', ' + otherwise}."
             )
         return remaining.pop()()
 

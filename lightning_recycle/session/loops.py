@@ -78,7 +78,8 @@ class PipelineOptimization(_AutomaticOptimization):
                 backward_is_done()
                 return
             self.optim_progress.optimizer.step.increment_ready()
-            closure = called_once(backward_is_done, f"a step of {type(optimizer).__name__}", _EVALUATES_AGAIN)
+            name = f"a step of {type(optimizer).__name__}"
+            closure = called_once(backward_is_done, name, optimizer, _EVALUATES_AGAIN)
             arguments = (trainer.current_epoch, batch_idx, lightning_optimizers(trainer)[0], closure)
             call._call_lightning_module_hook(trainer, "optimizer_step", *arguments)
             self.optim_progress.optimizer.step.increment_completed()

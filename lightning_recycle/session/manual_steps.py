@@ -470,10 +470,10 @@ class ManualSteps:
         if callable(closure):
             with torch.enable_grad():
                 result = closure()
-            closure = called_once(lambda: result, name)
 
         def together(_: list[Any]) -> Any:
-            returned = original(closure, **kwargs) if closure is not None else original(**kwargs)
+            once = called_once(lambda: result, name, optimizer, has_gradients=True) if callable(closure) else closure
+            returned = original(once, **kwargs) if closure is not None else original(**kwargs)
             self._follow(p for group in optimizer.param_groups for p in group["params"])
             return returned
 

@@ -7,6 +7,7 @@ The loops (:mod:`~lightning_recycle.session.loops`) and the executor
 from __future__ import annotations
 
 import logging
+import math
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,6 +41,7 @@ from lightning_recycle.session.gradient_clipping import (
     clip_factor,
     complete_norms,
     may_change_gradients,
+    norm_limit,
     norm_of_all,
     overflow_of_all,
     scaler_of,
@@ -99,6 +101,7 @@ class TrainingSteps:
         self._stop_requests = StopRequests(context)
         self._gradient_norm = self._newest_loss = 0.0
         self._newest_step = RepeatableStep()
+        self._norm_limit = norm_limit(self._trainer)  # of the newest step
         self._zeroes_gradients_next = True  # what parameters hold is zeroed before the next gradients are added
         self._trained_names: tuple[list[str], float] = [], 0.0  # and their digest
         self._progress: dict[int, ProgressSnapshot] = {}  # of the current step and the one before
@@ -403,15 +406,17 @@ class TrainingSteps:
         return unoptimized_parameters(self.module, self._optimizers)
 
     def forbids_speculation(self, step: int) -> bool:
-        return self._checks.is_due(step) or self._newest_step.is_watched(self._optimizers)
+        accumulates = self._trainer.accumulate_grad_batches != 1  # by a hook, otherwise no run with it speculates
+        return accumulates or self._checks.is_due(step) or self._newest_step.is_watched(self._optimizers)
 
     def keep_optimizer_state(self) -> None:
         self._hooks_change_gradients()  # refuses what a step cannot be repeated with
+        self._norm_limit = norm_limit(self._trainer)
         self._newest_step.keep(self._optimizers)
 
     def step_again(self, norm: float) -> None:
         loss = self.as_loss(self._newest_loss)
-        self._newest_step.repeat(self._optimizers, clip_factor(self._clip_val, norm), lambda: loss)
+        self._newest_step.repeat(self._optimizers, clip_factor(self._norm_limit, norm), lambda: loss)
 
     @cached_property
     def _overrides_change_gradients(self) -> bool:
@@ -426,23 +431,23 @@ class TrainingSteps:
             )
         return has_hooks or self._overrides_change_gradients
 
-    @property
-    def _clip_val(self) -> float:
-        assert self._trainer.gradient_clip_val is not None
-        return float(self._trainer.gradient_clip_val)
-
     def leaves_gradients_alone(self, norm: float) -> bool:
         """Whether gradients of that norm, over all stages, are not clipped."""
-        return clip_factor(self._clip_val, norm) >= 1.0
+        return math.isinf(self._norm_limit) or clip_factor(self._norm_limit, norm) >= 1.0
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clips by the norm over all stages, which the plugin itself does not see.
 
-        The commit has delivered it, unless hooks may have changed gradients since.
+        The commit has delivered it, unless hooks may have changed gradients since, or made the Trainer clip.
         """
         plugin, mesh = self._trainer.strategy.precision_plugin, self._context.mesh
-        norm = self._gradient_norm
-        if mesh is None and self._hooks_change_gradients():
+        norm, is_known = self._gradient_norm, self.executor.runner.rules.norm
+        if mesh is not None and not is_known:
+            raise UnsupportedFeatureError(
+                "A hook has set trainer.gradient_clip_val, and a worker has parts of gradients: where several processes"
+                " hold a position, give it to the Trainer when you make it, math.inf for no limit at first."
+            )
+        if mesh is None and (not is_known or self._hooks_change_gradients()):
             norm = norm_of_all(self._trainer, plugin.main_params(optimizer))
         scale = clip_factor(clip_val, norm)
         grads = [p.grad for p in plugin.main_params(optimizer) if p.grad is not None]

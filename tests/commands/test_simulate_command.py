@@ -164,8 +164,8 @@ def test_nothing_is_written_unless_it_is_asked_for(tmp_path):
 
 def test_help_has_its_own_groups_and_the_comments_of_the_settings(tmp_path):
     shown = simulate(tmp_path, "policy=restart", "--help")
-    first, _, *examples = shown.splitlines()[:5]
-    assert first.startswith("recycle-simulate: simulate training runs")
+    usage, _, _, _, *examples = shown.splitlines()[:7]
+    assert usage.startswith("usage: recycle-simulate ")
     assert all(line.startswith("  recycle-simulate ") for line in examples)
     for group in ("model", "policy", "failures"):
         assert f"\n  {group}\n" in shown

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import same_script as same
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateMonitor
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
 from support.growth import AwaitReplacement, rejoined
 from support.sampling import sampled
@@ -138,6 +139,54 @@ def test_what_earlier_batches_have_added_survives_a_kill_and_reaches_the_replace
     assert len(rejoined(grid.trainer)) == len(KILLS[name])
     same.assert_same(one.weights, grid.weights)
     same.assert_same(one.metrics, grid.metrics, same.FLOAT32_TOLERANCE)
+    assert one.progress == grid.progress
+
+
+# ---------------------------------------------------------------------- settings that a hook changes
+
+
+class WithoutHooks(same.Classifier):
+    """Its stages step speculatively, or alone."""
+
+    configure_optimizers = Ordinary.configure_optimizers
+
+
+class Changes(Callback):
+    """Changes settings of the Trainer at the second epoch's start."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.settings = settings
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        for name, value in self.settings.items() if trainer.current_epoch == 1 else ():
+            setattr(trainer, name, value)
+
+
+CLIPS = {"gradient_clip_val": 0.05}
+CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "clipping begins": ({}, CLIPS),
+    "clipping ends": (CLIPS, {"gradient_clip_val": None}),
+    "another norm": (CLIPS, {"gradient_clip_val": 0.01}),
+    "clipping by value": (CLIPS, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    "clipping by norm": ({**CLIPS, "gradient_clip_algorithm": "value"}, {"gradient_clip_algorithm": "norm"}),
+    "accumulation begins": (CLIPS, {"accumulate_grad_batches": 3}),
+}
+
+
+@pytest.mark.parametrize(("name", "kill"), sampled(itertools.product(CHANGES, [False, True]), 1, seed=4))
+def test_settings_that_a_hook_changes_hold_from_then_on(tmp_path, name, kill):
+    at_first, later = CHANGES[name]
+
+    def script(session: same.Session, *faults: Fault) -> None:
+        callbacks = [Changes(later), *([FaultInjectionCallback(faults)] if faults else [])]
+        session.data.training = Data(session.data.batch_size).training
+        session.fit(WithoutHooks(), max_epochs=2, callbacks=callbacks, **at_first)
+
+    one = same.on_one_device(script, tmp_path / "one")
+    faults = [Fault("kill", 1, 0, step=9, at="optimizer")] if kill else []
+    grid = same.on_a_grid(lambda session: script(session, *faults), tmp_path / "grid")
+    assert len(failures(grid.trainer)) == len(faults)
+    same.assert_same(one.weights, grid.weights)
     assert one.progress == grid.progress
 
 

@@ -10,7 +10,8 @@ from lightning.pytorch.utilities import grad_norm
 from lightning.pytorch.utilities.grads import grad_norm as the_same
 from torch import nn
 
-from lightning_recycle.session.gradient_clipping import complete_norms
+from lightning_recycle.errors import UnsupportedFeatureError
+from lightning_recycle.session.gradient_clipping import called_once, complete_norms
 
 
 @pytest.fixture
@@ -57,3 +58,39 @@ def test_clipping_by_the_norm_of_a_stage_is_told_once(model, stages):
         for _ in range(2):
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     assert [str(w.message).count("sees the gradients of one stage") for w in caught] == [1]
+
+
+# ---------------------------------------------------------------------- closures
+
+
+class Steps(torch.optim.SGD):
+    """Changes something, in one of several ways, before it calls its closure."""
+
+    def __init__(self, parameters: Any, how: str) -> None:
+        self.how = how
+        super().__init__(parameters, lr=0.1)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any]) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"] if self.how == "moves" else ():
+            parameter.add_(0.0)
+        for parameter in self.param_groups[0]["params"] if self.how == "moves data" else ():
+            parameter.data.add_(1.0)
+        if self.how == "drops gradients":
+            self.zero_grad()
+        if self.how == "calls twice":
+            closure()
+        super().step(closure)
+
+
+@pytest.mark.parametrize("has_gradients", [False, True])
+@pytest.mark.parametrize("how", ["moves", "moves data", "drops gradients", "calls twice", "calls first"])
+def test_a_closure_is_called_once_and_before_anything_is_changed(model, how, has_gradients):
+    optimizer = Steps(model.parameters(), how)
+    once = called_once(lambda: 1.0, "a step", optimizer, has_gradients=has_gradients)
+    if how == "calls first" or (how == "drops gradients" and not has_gradients):  # those come with the closure
+        optimizer.step(once)
+        return
+    words = "several times" if how == "calls twice" else "changes the parameters or their gradients before"
+    with pytest.raises(UnsupportedFeatureError, match=f"^In a step, the optimizer .*{words}"):
+        optimizer.step(once)
