@@ -5,16 +5,14 @@ tests/chaos, the rules are judged in tests/control, and that no hook is judged b
 test_hooks_take_their_time.py.
 """
 
-import sys
 import time
 from typing import Any
 
 import lightning as L
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
-from support.growth import happened
 from support.models import Regression, dataset
-from support.training import exact_fit, failures, fit, undisturbed
+from support.training import fit, undisturbed
 from torch.utils.data import TensorDataset
 
 from lightning_recycle.callbacks import HeartbeatCallback
@@ -49,24 +47,3 @@ def test_slow_reading_and_slow_writing_are_no_faults(tmp_path):
     )
     assert time.monotonic() - started > 2 * LONG
     assert undisturbed(run)
-
-
-class HoldsGil(L.Callback):
-    """One worker computes without letting another thread run, as a long regular expression does."""
-
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.global_step == 5 and trainer.strategy.grid_rank == 3:
-            before, deadline = sys.getswitchinterval(), time.monotonic() + 12.0
-            sys.setswitchinterval(1e3)
-            while time.monotonic() < deadline:
-                pass
-            sys.setswitchinterval(before)
-
-
-@pytest.mark.long
-def test_a_worker_of_this_machine_that_computes_may_be_silent_for_twelve_seconds():
-    run = exact_fit(Regression().double(), 2, 2, callbacks=[HoldsGil()])
-    assert failures(run) == []
-    (waited,) = happened(run, "suspected")
-    assert waited.details["waits"] == "its process computes"
-    assert len(happened(run, "cleared")) == 1

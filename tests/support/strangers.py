@@ -2,9 +2,6 @@
 
 They know what any user of the machine can know (``/proc/net/tcp``), how Gloo's wire looks and how long an opening of a
 link is. The inodes of ``/proc/PID/fd`` only keep them off the ports of other programs.
-
-As a program, ``strangers.py PID SEED``: attacks the workers below the process PID until its standard input ends, then
-prints how many connections it tried, how many of them were made, and at how many ports.
 """
 
 import contextlib
@@ -12,25 +9,13 @@ import os
 import random
 import socket
 import struct
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeAlias
-
-from support.process_tree import worker_processes
-from support.waiting import PATIENCE
 
 Address: TypeAlias = tuple[str, int]
 
 _LISTEN = "0A"
-_HELD = 300  # connections that a stranger keeps open
 _OPENING = 64  # bytes of the first message of a link
-_RETRY = 0.2  # probability to try a port again that did not answer
-_LOOK_SECONDS = 0.2  # between looks which workers there are
 
 
 def listening(pids: Iterable[int]) -> set[Address]:
@@ -112,64 +97,3 @@ def attack(address: Address, draw: random.Random) -> tuple[int, list[socket.sock
         else:
             held.append(sock)
     return len(messages), held, True
-
-
-@dataclass(frozen=True)
-class Tally:
-    """What strangers did: connections that they tried, those that somebody answered, and the ports that they found."""
-
-    tried: int
-    made: int
-    ports: int
-
-
-@contextlib.contextmanager
-def strangers_at(root: int, seed: int, count: int = 1) -> Iterator[list[Tally]]:
-    """``count`` processes attack the workers below process ``root`` within the block; afterwards the list has a tally
-    of each.
-    """
-    tallies: list[Tally] = []
-    command = [sys.executable, __file__, str(root)]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    processes = [
-        subprocess.Popen(
-            [*command, str(seed + i)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-        for i in range(count)
-    ]
-    try:
-        yield tallies
-    finally:
-        for process in processes:
-            said, _ = process.communicate(timeout=PATIENCE)
-            tallies.append(Tally(*map(int, said.split())))
-
-
-def main(root: int, seed: int) -> None:
-    draw = random.Random(seed)
-    ended = threading.Event()
-    threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
-    tried = made = 0
-    ports: set[Address] = set()
-    mute: set[Address] = set()
-    holding: list[socket.socket] = []
-    workers: list[int] = []
-    next_look = 0.0
-    while not ended.wait(0.001):
-        if (now := time.monotonic()) >= next_look:
-            workers, next_look = worker_processes(root), now + _LOOK_SECONDS
-        for address in sorted(listening(workers)):
-            ports.add(address)
-            if address in mute and draw.random() > _RETRY:
-                continue  # so as to have time for those that answer
-            knocked, held, answered = attack(address, draw)
-            (mute.discard if answered else mute.add)(address)
-            tried, made = tried + knocked, made + knocked - (not answered)
-            holding += held
-            while len(holding) > _HELD:
-                holding.pop(0).close()
-    print(tried, made, len(ports))
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
