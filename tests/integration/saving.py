@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from support.models import Regression
 from support.training import exact_fit
@@ -17,12 +16,6 @@ from lightning_recycle.callbacks import Fault
 from lightning_recycle.session.checkpoint_files import damage
 
 LENGTH, EVERY = 10, 2
-FORMATS = pytest.mark.parametrize("sharded", [False, True], ids=["file", "folder"])
-FILE, FOLDER = (
-    pytest.mark.parametrize("sharded", [first, pytest.param(not first, marks=pytest.mark.long)])
-    for first in (False, True)
-)
-"""Both, of which one is tested in the ordinary run."""
 
 
 def saves(

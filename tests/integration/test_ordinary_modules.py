@@ -121,28 +121,6 @@ def test_gradients_are_zeroed_between_the_forward_and_the_backward(batches):
     assert ours.seen_at_start == pytest.approx(theirs.seen_at_start)
 
 
-class SkipsBatches(Classifier):
-    """Leaves out some batches of the whole, and zeroes gradients in a way of its own."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)["loss"]
-        return None if batch_idx % 3 == 1 else loss
-
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        super().optimizer_zero_grad(epoch, batch_idx, optimizer)
-
-
-@pytest.mark.filterwarnings("ignore:.*returned .?None.*")
-def test_a_step_without_a_loss_trains_nothing():
-    ours, theirs = SkipsBatches().double(), SkipsBatches().double()
-    on_one_device(max_epochs=EPOCHS).fit(theirs, DataLoader(data(), BATCH, drop_last=True))
-    run = on_grid(3, [Fault("kill", 1, 0, step=3)], {"num_microbatches": 2})
-    run.fit(ours, DataLoader(data(), BATCH // 3, drop_last=True))
-    assert failures(run) == [(1, 0)]
-    assert run.global_step == EPOCHS * STEPS
-    assert difference(ours.state_dict(), theirs.state_dict()) < 1e-10
-
-
 class SkipsSomeSamples(Classifier):
     """Has a loss for one half of a batch only, and not if it is whole."""
 

@@ -185,15 +185,6 @@ def test_after_a_failure_a_users_planner_improves_the_plan_that_was_made_in_need
     assert len(sources(run)) == 2
 
 
-def test_a_damaged_plan_is_reported_and_made_again(tmp_path, caplog):
-    library = tmp_path / "plans"
-    fit(Regression().double(), 2, 2, strategy={"plan_library": library})
-    for path in library.glob("*.plan.gz"):
-        path.write_bytes(b"nothing")
-    exact_fit(Regression().double(), 2, 2, [Fault("kill", 1, 0, step=5)], strategy={"plan_library": library})
-    assert "not used and will be computed again" in caplog.text
-
-
 @pytest.mark.parametrize(("options", "staggered"), [
     ({}, True),
     ({"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}, True),

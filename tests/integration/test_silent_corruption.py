@@ -13,7 +13,6 @@ from support.sampling import sampled
 from support.training import TOLERANCE, difference, exact_fit, fit, plain_loop
 from torch import Tensor, nn
 
-from lightning_recycle import ReCycleError, StageLostError
 from lightning_recycle.callbacks import Fault
 from lightning_recycle.control.monitoring.history import Event
 
@@ -35,20 +34,6 @@ def test_a_flipped_bit_of_a_parameter_is_found_at_the_next_check_and_its_worker_
     assert found.details["device"] == "cpu:1"
     assert evicted(run) == [(1, 0)]
     assert len(happened(run, "step")) == 9
-
-
-@pytest.mark.long
-def test_with_raise_the_run_ends_and_names_the_worker():
-    fault = Fault("bitflip", 1, 0, step=3, target="parameter")
-    with pytest.raises(ReCycleError, match=r"Worker \(1, 0\) holds wrong bits.*parameters"):
-        fit(Regression().double(), 3, 1, [fault], strategy={"checksum_every": 1, "on_corruption": "raise"})
-
-
-@pytest.mark.long
-def test_of_two_that_differ_nobody_knows_who_is_right():
-    fault = Fault("bitflip", 1, 0, step=3, target="parameter")
-    with pytest.raises(StageLostError, match="it is unknown whose are right"):
-        fit(Regression().double(), 2, 1, [fault], strategy={"checksum_every": 1})
 
 
 # ---------------------------------------------------------------------- computations

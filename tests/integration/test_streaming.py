@@ -67,27 +67,11 @@ def going_on() -> dict[str, Tensor]:
     return one_device(loader(Stream(GLOBAL_BATCH * 3 + 5, endless=True), 1), limit_train_batches=EPOCH)
 
 
-KILLS = {
-    "nobody": (),
-    "a first stage": (Fault("kill", 1, 0, 3, at="backward_input"),),
-    "the leader, then a first stage": (Fault("kill", 0, 1, EPOCH + 1), Fault("kill", 1, 0, EPOCH + 2)),
-    "after the last step of an epoch": (Fault("kill", 1, 1, EPOCH - 1, at="optimizer", when="after"),),
-}
-
-
-@pytest.mark.parametrize("who", sampled(KILLS, 1, rest=pytest.mark.long))
-def test_a_stream_of_unknown_length_trains_the_weights_of_one_device_whoever_is_killed(who):
-    weights, run = train(Stream(SAMPLES), KILLS[who])
-    assert len(failures(run)) == len(KILLS[who])
-    assert run.global_step == 2 * EPOCH
-    assert difference(weights, to_the_end()) < TOLERANCE
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("stream", [Stream, WithoutState])
 def test_processes_that_read_in_turns_give_the_batches_of_one_device(stream):
     expected = one_device(loader(stream(SAMPLES), 1, num_workers=2))
-    weights, run = train(stream(SAMPLES), KILLS["a first stage"], num_workers=2)
+    weights, run = train(stream(SAMPLES), [Fault("kill", 1, 0, 3, at="backward_input")], num_workers=2)
     assert failures(run) == [(1, 0)]
     assert difference(weights, expected) < TOLERANCE
 

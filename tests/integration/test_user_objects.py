@@ -1,4 +1,7 @@
-"""Whatever users keep in their objects: a replacement has it from its peer."""
+"""Whatever users keep in their objects is there after a restart, and after the training.
+
+What a replacement has of it is judged in test_newcomers.py, test_odd_places.py and test_drawn_modules.py.
+"""
 
 import re
 from functools import partial
@@ -8,7 +11,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from support.growth import AwaitReplacement, happened, rejoined
+from support.growth import happened
 from support.training import grid_trainer, on_one_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler
@@ -102,29 +105,15 @@ class Scales(L.Callback):
             parameter.grad.mul_(0.5 + 0.1 * len(self.memory.epochs))
 
 
-def _train(faults: list[Fault], steps: tuple[int, ...] = (9, 14)) -> tuple[L.Trainer, Annealed]:
-    model = Annealed()
-    callbacks = [Scales(), AwaitReplacement(steps)]
-    trainer = grid_trainer(2, 1, faults, {"max_restarts": 10}, callbacks=callbacks, max_epochs=EPOCHS)
-    trainer.fit(model, datamodule=Data(batch_size=4))
-    return trainer, model
-
-
 def _assert_same(model: nn.Module, expected: nn.Module) -> None:
     for (name, parameter), other in zip(model.named_parameters(), expected.parameters(), strict=True):
         assert (parameter - other).abs().max() < 1e-10, name
 
 
-def test_a_replacement_has_what_hooks_have_set_also_when_it_becomes_the_leader_and_a_donor():
-    _, undisturbed = _train([])
-    trainer, model = _train([Fault("kill", 1, 0, step=7), Fault("kill", 0, 0, step=12)])
-    assert sorted(rejoined(trainer)) == [(0, 0), (1, 0)]
-    _assert_same(model, undisturbed)
-
-
 def test_a_run_that_begins_again_has_what_hooks_had_set_by_the_checkpoint(tmp_path):
     """Also when all processes die at once, in the middle of an epoch."""
-    _, undisturbed = _train([])
+    undisturbed = Annealed()
+    grid_trainer(2, 1, callbacks=[Scales()], max_epochs=EPOCHS).fit(undisturbed, datamodule=Data(batch_size=4))
     checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1, filename="{step}")
     faults = [Fault("kill", d, 0, step=8 + d) for d in range(2)]
     callbacks = [Scales(), checkpoints]
