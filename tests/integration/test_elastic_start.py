@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
-import torch
-from elastic_script import Talking
 from support.growth import happened
 from support.models import GLOBAL_BATCH, GLOBAL_MICROBATCHES, Regression, dataset
 from support.options import recycle_strategy
 from support.sampling import sampled
-from support.scripts import RECYCLE_RUN, started
 from support.training import QUIET, TOLERANCE, committed_steps, difference, failures, plain_loop
-from support.waiting import PATIENCE, line_with
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_recycle import ConfigurationError, UnsupportedFeatureError
-from lightning_recycle.control.network.addresses_and_keys import free_port
 
 LENGTH = 16
 DATA = dataset(GLOBAL_BATCH * LENGTH)
 PIPELINES = 3
-HERE = Path(__file__).parent
 
 
 class Logging(Regression):
@@ -111,50 +100,3 @@ def test_devices_with_which_no_run_begins_are_refused(devices: int, options: dic
 def test_positions_of_several_processes_are_refused_by_name() -> None:
     with pytest.raises(UnsupportedFeatureError, match=r"do not support RecoveryOptions\(num_"):
         train(4, strategy={"tensor_parallel_size": 2})
-
-
-# ---------------------------------------------------------------------- workers that a cluster manager starts
-
-
-def recycle_run(*arguments: str, **environment: str) -> AbstractContextManager[subprocess.Popen[str]]:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "RECYCLE_LOG": "json", **environment}
-    return started([*RECYCLE_RUN, *arguments], env=env)
-
-
-def kinds(errors: str) -> list[str]:
-    """The kinds of events, each once, that say something of workers, by the log of a coordinator."""
-    return [kind for kind in ("failure", "redone", "rejoined", "left") if f'"kind": "{kind}"' in errors]
-
-
-def workers_at(process: subprocess.Popen[str], step: int, count: int) -> None:
-    """Waits until a worker says that it begins ``step`` with so many workers."""
-    line_with(process, lambda line: f" step {step} workers {count} " in line)
-
-
-def assert_exact(output: Path, steps: int) -> None:
-    expected = plain_loop(Talking().double(), dataset(GLOBAL_BATCH * steps), steps)
-    assert difference(torch.load(output, weights_only=True), expected) < TOLERANCE
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_job_joins_the_run_of_the_first_and_leaves_it_again(tmp_path: Path, number: signal.Signals) -> None:
-    """Two of four workers begin, as no others come; two more come, and are asked to leave."""
-    output, steps = tmp_path / "weights.pt", 24
-    script = [str(HERE / "elastic_script.py"), str(output), str(steps), "2,2,6,1,2", "0=2", "6=4", "16=2"]
-    address = f"127.0.0.1:{free_port('127.0.0.1')}"
-    key = {"RECYCLE_KEY": "the key of this test"}
-    with recycle_run("--coordinator", address, "--nproc-per-node", "2", *script, **key) as first:
-        workers_at(first, 4, 2)
-        with recycle_run("--nproc-per-node", "2", *script, RECYCLE_COORDINATOR=address, **key) as second:
-            workers_at(second, 16, 4)
-            second.send_signal(number)
-            _, left = second.communicate(timeout=PATIENCE)
-        _, errors = first.communicate(timeout=PATIENCE)
-    assert first.returncode == 0, errors
-    assert second.returncode == 128 + number, left
-    assert_exact(output, steps)
-    assert kinds(errors) == ["rejoined", "left"]
-    assert "as it was asked to. Live workers: 2 of 4." in errors
-    joins = f"workers that are started with RECYCLE_COORDINATOR={address} join at a step boundary"
-    assert f"The run begins with 2 of 4 workers. Vacant: (1, 0), (1, 1); {joins}." in errors

@@ -6,8 +6,7 @@ import pytest
 import torch
 from support.growth import AwaitReplacement, rejoined
 from support.models import Regression
-from support.sampling import sampled
-from support.training import committed_steps, exact_fit, failures
+from support.training import committed_steps, exact_fit
 from torch import nn
 
 from lightning_recycle.callbacks import Fault
@@ -93,12 +92,6 @@ def test_a_state_is_rewound_more_than_once(kind):
         assert not equal(snapshot(optimizer), before)
         kept.rewind()
         assert equal(snapshot(optimizer), before)
-
-
-@pytest.mark.parametrize("at", sampled(["forward", "reduce", "optimizer"], 1))
-def test_weights_are_exact_after_a_kill(at):
-    run = exact_fit(Fused().double(), 2, 2, [Fault("kill", pipeline=1, stage=0, step=4, at=at)])
-    assert failures(run) == [(1, 0)]
 
 
 def test_a_replacement_gets_the_counters_too():

@@ -107,43 +107,25 @@ WITH = {
         callbacks=(Move({2: (4, 2), 6: (1, 5)}),), check=lambda run: len(happened(run, "layers_moved")) == 2
     ),
     "layers that may move": With({"rebalance": "always"}),
-    "replacements": With({"max_restarts": 5}),
     "verification": With({"verify": 1.0}),
     "a stream": With(stream=True),
     "manual optimization": With(model=Manual, stages=1, faults=(Fault("kill", *KILLED, step=3),)),
-    "clipping": With(),
-    "checkpoints in the background": With({"background": True}),
-    "checkpoints by stage": With({"save_distributed_checkpoint": True}),
 }
 
 
 @pytest.mark.parametrize("what", sampled(WITH, 1, rest=pytest.mark.long))
-def test_a_worker_above_the_pipelines_is_lost(what, tmp_path):
+def test_a_worker_above_the_pipelines_is_lost(what):
+    """Replacements, clipping and checkpoints are in chaos runs of this kind."""
     case = WITH[what]
-    strategy, options = dict(case.strategy), {}
-    if what == "clipping":
-        options["gradient_clip_val"] = 0.2
-    saves = what.startswith("checkpoints")
-    saving = [ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=4, save_top_k=-1)] if saves else []
-    callbacks = [*case.callbacks, *saving]
-    run = on_lanes(
-        case.stages, case.faults, strategy=strategy, callbacks=callbacks, enable_checkpointing=saves, **options
-    )
+    run = on_lanes(case.stages, case.faults, strategy=dict(case.strategy), callbacks=case.callbacks)
     model, alone = case.model().double(), case.model().double()
     run.fit(model, loader(PIPELINES, case.stream))
-    reference = on_one_device(max_steps=LENGTH, max_epochs=-1, **options)
+    reference = on_one_device(max_steps=LENGTH, max_epochs=-1)
     reference.fit(alone, loader(1, case.stream))
     assert difference(model.state_dict(), alone.state_dict()) < TOLERANCE
     assert run.global_step == reference.global_step == LENGTH
     assert logged(run) == pytest.approx(logged(reference), rel=1e-10)
     assert case.check(run), run.strategy.history
-    if saves:
-        again = case.model().double()
-        goes_on = on_one_device(max_steps=LENGTH, max_epochs=-1)
-        files = {path.stem: path for path in tmp_path.glob("step=*.ckpt")}
-        assert sorted(files) == ["step=12", "step=4", "step=8"]
-        if files["step=12"].is_file():
-            goes_on.fit(again, loader(1), ckpt_path=files["step=12"], weights_only=False)
 
 
 class KilledAt(L.Callback):

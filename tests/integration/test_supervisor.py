@@ -85,24 +85,6 @@ def test_a_launching_process_that_stays_stopped_does_not_hold_its_workers(tmp_pa
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("signum", [
-    pytest.param(signal.SIGTERM, id="SIGTERM"),
-    pytest.param(signal.SIGINT, id="SIGINT", marks=pytest.mark.exhaustive),
-])  # fmt: skip
-def test_a_launching_process_told_to_end_cleans_up(signum, tmp_path):
-    directory = tmp_path / "checkpoints"
-    with supervised(directory) as process:
-        workers = worker_processes(process.pid)
-        process.send_signal(signum)
-        output, errors = process.communicate(timeout=PATIENCE)
-        assert process.returncode == (143 if signum == signal.SIGTERM else 1)
-        check_end(workers, directory, seconds=1.0)
-    assert "Traceback" not in errors
-    assert "Its newest checkpoint, of step" in output + errors
-    assert not list(tmp_path.glob("lightning_recycle_*"))  # what the workers were started with
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("at", sampled(["start", "training"], 1, seed=1))
 def test_ctrl_c_in_a_terminal_tells_no_failures(at, tmp_path):
     """It reaches every process of the job: the fork server and what it forks, too."""

@@ -1,24 +1,21 @@
 """Workers that the launching process did not start: they wait as spares, and take the place of a lost one."""
 
-import json
 import os
-import signal
 import subprocess
 import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
-from support.growth import AwaitReplacement, Marks, Meanwhile, happened, mark_of, rejoined
+from support.growth import AwaitReplacement, Marks, happened, rejoined
 from support.models import GLOBAL_BATCH, Regression, dataset
 from support.scripts import started
-from support.training import committed_steps, difference, failures, fit, plain_loop, undisturbed
+from support.training import committed_steps, difference, failures, fit, plain_loop
 from support.waiting import PATIENCE, wait_for
 
 from lightning_recycle import ConfigurationError
-from lightning_recycle.callbacks import Fault, HeartbeatCallback
+from lightning_recycle.callbacks import Fault
 from lightning_recycle.control.network.listener import Listener
 
 HERE = Path(__file__).parent
@@ -64,47 +61,6 @@ def test_a_worker_from_outside_takes_the_place_of_a_lost_one(port):
     # Its script goes on after the training, with the whole trained model.
     total = sum(float(value.sum()) for value in model.state_dict().values())
     assert float(output.split("weights")[1]) == pytest.approx(total, rel=1e-10)
-
-
-def spares(coordinator: int) -> int:
-    """How many wait, by the run of the process ``coordinator``; 0 if it does not answer in time, as under load."""
-    command = [str(Path(sys.executable).with_name("recycle-status")), "--json", str(coordinator)]
-    done = subprocess.run(command, capture_output=True, check=False, timeout=PATIENCE)
-    return 0 if done.returncode else len(json.loads(done.stdout)["spares"])
-
-
-class AwaitSpare(L.Callback):
-    """In the middle of the training, waits until a fifth process is let in; a connection alone may come too late."""
-
-    def __init__(self) -> None:
-        self._coordinator = os.getpid()
-
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        wait_for(lambda: trainer.global_step != 8 or spares(self._coordinator) == 1, 60)
-
-
-@pytest.mark.long
-def test_a_spare_that_nobody_needed_ends_with_the_run(port):
-    with spare(port) as process:
-        _, run = train(callbacks=[AwaitSpare()])
-        _, errors = process.communicate(timeout=PATIENCE)
-    assert undisturbed(run)
-    assert process.returncode == 0, errors
-
-
-@pytest.mark.long
-def test_an_evicted_worker_from_outside_that_wakes_up_is_fenced(port, tmp_path):
-    """Nobody can kill it where it is; but the connection that would let it back in is gone."""
-    callbacks = [AwaitReplacement([6], pace=0.1), HeartbeatCallback(interval=0.2, timeout=1.5)]
-    data = dataset(GLOBAL_BATCH * 30)
-    with spare(port) as process, Meanwhile(lambda: mark_of(tmp_path, 2, 1), lambda pid: os.kill(pid, signal.SIGSTOP)):
-        model, run = train(Fault("kill", 1, 0, step=2), callbacks=callbacks, data=data, max_steps=30)
-        os.kill(process.pid, signal.SIGCONT)
-        _, errors = process.communicate(timeout=PATIENCE)
-    assert [event.worker for event in happened(run, "evicted")] == [(1, 0)]
-    assert difference(model.state_dict(), plain_loop(Regression().double(), data, 30)) < 1e-10
-    assert process.returncode > 0
-    assert "connection to the coordinator" in errors
 
 
 @pytest.mark.parametrize(("variables", "words"), [
