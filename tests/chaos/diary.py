@@ -33,11 +33,8 @@ class Entry:
 
     Args:
         what: "offered" (before a REDUCE), "reduced" (after it) or "applied".
-        time: in nanoseconds, of one clock for all processes of the machine.
-        pid: the writer's process id.
         column: the writer's stage, or its column where positions have several members.
         generation: (number of the start, generation).
-        step: the optimizer step.
         microbatches: what was offered: (index of the global micro-batch, its samples; none in inner stages).
     """
 
@@ -126,17 +123,7 @@ def audit(
     global_batch: int,
     members: int = 1,
 ) -> list[str]:
-    """What contradicts that every sample was used exactly once in each epoch; empty if all is well.
-
-    Args:
-        entries: the entries of all workers.
-        stages: S.
-        steps: how many steps the training had.
-        microbatches: the global micro-batches per step.
-        samples: the size of the data; a multiple of ``global_batch``.
-        global_batch: samples per step.
-        members: the processes of a position.
-    """
+    """What contradicts that every sample was used exactly once in each epoch; empty if all is well."""
     offers: dict[tuple[int, int, tuple[int, int]], list[Entry]] = defaultdict(list)
     reduced: dict[tuple[int, int], Entry] = {}
     applied: dict[tuple[int, int], list[int]] = defaultdict(list)

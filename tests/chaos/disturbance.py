@@ -60,11 +60,7 @@ def _before(faults: Sequence[LateFault], preceding: Iterator[int], step: int, op
 
 
 class Pace(pl.Callback):
-    """Slows the training down while a worker is missing, so that a replacement arrives before the end.
-
-    Args:
-        seconds: the delay of each step.
-    """
+    """Slows the training down while a worker is missing, so that a replacement arrives before the end."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds

@@ -52,15 +52,7 @@ _IN_THE_LOSS = "in the loss of a stage"
 
 @dataclass(frozen=True)
 class Result:
-    """How a scenario went.
-
-    Args:
-        seed: the scenario's.
-        problems: the broken promises, if any.
-        seconds: how long it took.
-        difference: the largest difference of any weight; None if the scenario had to end in an error.
-        events: the number of events of each kind.
-    """
+    """How a scenario went; ``difference`` is the largest of any weight, None if it had to end in an error."""
 
     seed: int
     problems: tuple[str, ...]

@@ -44,8 +44,6 @@ class Recipe:
     """What is trained: all that the result depends on.
 
     Args:
-        dropout: whether layers draw random numbers.
-        clips: whether the norm of the gradient is clipped.
         monitored: the metric of an epoch that drives the learning rate, early stopping, and which checkpoints are
             kept; "train_error", "val_error", or "" if nothing is monitored.
         stops: whether early stopping ends the training, after ``STEPS_IF_STOPPED`` steps.
@@ -83,14 +81,8 @@ class Recipe:
 
 @dataclass(frozen=True)
 class LateFault:
-    """A fault of a position's first replacement.
-
-    Args:
-        kind: as in :class:`~lightning_recycle.callbacks.Fault`.
-        pipeline: the position's pipeline.
-        stage: the position's stage.
-        operations: how many operations precede the fault; 0: while it takes over its peer's state; -1: before it is
-            ready.
+    """A fault of a position's first replacement, after so many ``operations``; 0: while it takes over its peer's
+    state; -1: before it is ready.
     """
 
     kind: str
@@ -101,13 +93,7 @@ class LateFault:
 
 @dataclass(frozen=True)
 class Crowd:
-    """How many workers there are from some step on.
-
-    Args:
-        step: the step before which all wait until there are as many.
-        workers: how many.
-        kills: whether those that are too many are killed, instead of asked to leave.
-    """
+    """How many workers there are from a step on, for which all wait; who is too many is killed, or asked to leave."""
 
     step: int
     workers: int
@@ -128,9 +114,7 @@ class Trouble:
         where: the hook of a callback in which it happens, "forward" for a layer, "loss" for the loss of ``sample`` in
             the epoch of ``step``, as often as it is computed.
         worker: (pipeline, stage); None for all workers.
-        seconds: how long it lasts, if it takes time.
         steps: how many steps a disk is full.
-        sample: whose loss takes long.
     """
 
     kind: str
@@ -153,23 +137,11 @@ class Scenario:
     """What one run consists of.
 
     Args:
-        seed: the seed that it was drawn from.
         family: a name of ``FAMILIES``.
-        pipelines: D.
-        stages: S.
-        recipe: what is trained.
-        faults: the faults of the initial workers.
-        late_faults: the faults of their replacements.
+        faults, late_faults: of the initial workers, and of their replacements.
         troubles: what happens besides.
-        heartbeat_timeout: seconds.
-        staggered: an option of the strategy, like those that follow.
-        split_backward: whether the backward is split.
-        shadow: "device" or "host".
-        restart_workers: whether lost workers are replaced.
-        on_stage_lost: "raise" or "restart".
-        loader_processes: the processes of each worker's DataLoader.
+        staggered, split_backward, shadow: options of the strategy.
         loses_stage: whether all workers of a stage fail.
-        strangers: whether a stranger connects to all ports.
         moves: the layers that each stage is to have, by the step after which that is asked for.
         members: the processes of each position.
         lanes: the lanes of the grid; 0 for as many as pipelines.

@@ -72,11 +72,7 @@ for _hook in _COUNTED:
 
 
 class FinalCheckpoint(pl.Callback):
-    """At the end of the training, all workers write a checkpoint, and each of them what it holds itself.
-
-    Args:
-        directory: where to.
-    """
+    """At the end of the training, all workers write a checkpoint, and each of them what it holds itself."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -135,14 +131,8 @@ def without_starts(value: Any) -> Any:
 
 
 def compare(found: State, expected: State, starts_again: bool = False, saves_everything: bool = True) -> Iterator[str]:
-    """Where ``found`` differs from ``expected``, in words, with the part's name.
-
-    Args:
-        found: what a scenario left.
-        expected: what an undisturbed training left.
-        starts_again: whether it went on from a checkpoint: some steps were logged twice.
-        saves_everything: whether all checkpoints could be written. If not, which of them there are is for
-            :func:`missing_checkpoints`.
+    """Where ``found`` differs from ``expected``, in words; ``starts_again``: some steps were logged twice;
+    ``saves_everything``: else :func:`missing_checkpoints` judges which there are.
     """
     if not saves_everything:
         found, expected = _without_checkpoints(found), _without_checkpoints(expected)
@@ -159,13 +149,7 @@ def compare(found: State, expected: State, starts_again: bool = False, saves_eve
 
 
 def missing_checkpoints(folder: Path, expected: Sequence[str], full: Container[int]) -> Iterator[str]:
-    """What is wrong with the checkpoints of a disk that was full for some steps.
-
-    Args:
-        folder: of the checkpoints.
-        expected: the names of all that would be there otherwise.
-        full: the steps whose checkpoints may be missing.
-    """
+    """What is wrong with the checkpoints of a disk that was full at the steps ``full``."""
     names = {path.name for path in folder.iterdir()}
     yield from (f"{name} is in the folder of the checkpoints" for name in sorted(names - set(expected)))
     for name in sorted(set(expected) - names):

@@ -1,11 +1,7 @@
 """Somebody on the machine who has no key, and bothers a run: ``stranger.py PID SEED``.
 
-It looks for TCP ports that a process of PID's tree listens on, all the time until it is ended. To a new one it connects
-at once, several times, with the numbers that Gloo's connections begin with, so that it may be there before the worker
-that the number belongs to, and holds these connections. To ports that it knows it comes back now and then, and does
-what is drawn: says nothing, sends garbage, sends the beginning of a message and waits.
-
-It is a process of its own and imports nothing of the project.
+To each new port of PID's tree it connects at once, with the numbers that Gloo's connections begin with, so that it may
+be there before the worker that the number belongs to. To ports that it knows it comes back now and then.
 """
 
 import contextlib

@@ -28,12 +28,7 @@ _NEVER = 100  # epochs
 
 
 class ChaosModel(PipelineModule):
-    """Six layers in float64, two more with ``dropout``.
-
-    Attributes:
-        samples_read: the samples that it was given last, until somebody has taken note of them.
-        on_loss: called with the samples of a micro-batch before its loss is computed.
-    """
+    """Six layers in float64, two more with ``dropout``; ``samples_read`` until somebody has taken note of them."""
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
@@ -141,13 +136,7 @@ def _data(samples: int, seed: int) -> TensorDataset:
 
 
 def trainer_options(recipe: Recipe, directory: Path, checkpoints: Path | None = None) -> dict[str, Any]:
-    """The arguments of a Trainer that follow from ``recipe``: what is logged, kept and decided.
-
-    Args:
-        recipe: what is trained.
-        directory: for all that the run writes.
-        checkpoints: for the checkpoints instead, except for the one at the end.
-    """
+    """The arguments of a Trainer that follow from ``recipe``: what is logged, kept and decided."""
     folder = directory / CHECKPOINTS if checkpoints is None else checkpoints
     callbacks: list[L.Callback] = [Tally(), LearningRateMonitor("step")]
     if recipe.monitored:

@@ -29,10 +29,6 @@ _CHUNK = 1 << 16  # bytes
 class Troubles(pl.Callback):
     """Each trouble happens once in each initial worker that it concerns; that of a sample as often as its loss is
     computed in that epoch.
-
-    Args:
-        troubles: what happens.
-        disks: folder on the disk that "fill-disk" or "fill-tmpdir" fills, by that kind.
     """
 
     def __init__(self, troubles: Sequence[Trouble], disks: dict[str, Path]) -> None:

@@ -29,8 +29,6 @@ class Workplace:
     """The folders of scenarios.
 
     Args:
-        runs: has a folder for each scenario while it runs.
-        tmpdir: TMPDIR of this process and all that it starts.
         disk: on a file system of a few megabytes; None if there is none. Then TMPDIR is not small either.
     """
 

@@ -4,8 +4,6 @@ Everything lies in one folder and runs as children of this process: nothing of i
 installation on the machine is neither used nor touched. A node is a slurmd with a name and a port of its own, and has
 more cores than there are. To lose a node, :meth:`Cluster.lose` kills its slurmd with all that runs under it, as if the
 machine were gone.
-
-``python tests/engines/slurm_cluster.py COMMAND...`` runs a command with such a cluster, to try things out.
 """
 
 import contextlib
@@ -14,7 +12,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -80,12 +77,7 @@ _PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 
 
 class Cluster:
-    """A running cluster.
-
-    Args:
-        folder: for its files; short, as a socket lies in it.
-        nodes: how many there are; their names are node1, node2, ...
-    """
+    """A running cluster; ``folder`` is short, as a socket lies in it."""
 
     def __init__(self, folder: Path, nodes: int = NODES) -> None:
         self.folder = folder
@@ -253,14 +245,3 @@ def cluster(folder: Path, nodes: int = NODES) -> Iterator[Cluster]:
         yield made
     finally:
         made.stop()
-
-
-def main(command: Sequence[str]) -> int:
-    import tempfile
-
-    with tempfile.TemporaryDirectory(prefix="slurm") as folder, cluster(Path(folder)) as made:
-        return subprocess.run(command, env=made.environment, check=False).returncode
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

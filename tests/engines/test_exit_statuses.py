@@ -345,6 +345,7 @@ def others_missing(run: Run) -> Statuses:
 def does_not_end(run: Run) -> Statuses:
     agent = run.agent("--grace", "0.5", "--", "sh", "-c", "trap '' TERM; echo ready; sleep 100")
     agent.popen.send_signal(signal.SIGTERM)
+    agent.until("did not end and is killed")
     return {"run": agent.status()}
 
 

@@ -22,14 +22,7 @@ KEY = "the key of this test"
 
 
 class Cluster:
-    """A standalone coordinator and workers of ``outside_worker.py``, on a 2 x 2 grid.
-
-    Args:
-        folder: where everything is written.
-        steps: of the training.
-        seconds: that each takes at least.
-        options: further ones of the worker.
-    """
+    """A standalone coordinator and workers of ``outside_worker.py``, on a 2 x 2 grid."""
 
     def __init__(self, folder: Path, steps: int, seconds: float, *options: str) -> None:
         self.port = free_port("127.0.0.1")

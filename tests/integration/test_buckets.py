@@ -27,11 +27,8 @@ MOMENTS = ("before it begins", "once it has begun", "before it ends", "once it h
 
 
 class Watcher(L.Callback):
-    """Follows the reductions of the gradients of one step, on all workers, and kills one worker at one of them.
-
-    Args:
-        folder: where each worker notes, in a file of its own, whether a bucket began before REDUCE did.
-        kill: the worker, the number of its reduction in ``step``, and a moment; None to kill nobody.
+    """Follows the reductions of gradients on all workers, notes in ``folder`` which began before REDUCE, and kills at
+    one of them: ``kill`` is a worker, the number of its reduction in ``step``, and a moment.
     """
 
     def __init__(self, folder: Path | None = None, kill: Any = None, step: int = 2) -> None:

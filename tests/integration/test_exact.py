@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.growth import happened
-from support.models import GLOBAL_BATCH, AutoEncoder, Noisy, Regression, dataset
+from support.models import AutoEncoder, Noisy, Regression, dataset
 from support.sampling import sampled
 from support.training import TOLERANCE, difference, exact_fit, failures, fit, plain_loop
 from torch import Tensor, nn
@@ -104,39 +104,3 @@ def test_complex_parameters_train_whatever_looks_at_gradients_and_states(grid, o
     run = exact_fit(Complex().double(), *grid, [Fault("kill", 1, 0, step=4)], **options)
     assert failures(run) == [(1, 0)]
     assert not any(happened(run, kind) for kind in ("corruption", "disputed", "incomparable", "not_finite"))
-
-
-TIMES = 65_536
-"""16 MB of float64 for the two samples of a micro-batch, each way."""
-
-
-class Widen(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.repeat(1, TIMES)
-
-
-class Narrow(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.view(len(x), TIMES, 16).mean(1)
-
-
-class Wide(Regression):
-    """Two stages with a wide cut between them."""
-
-    def configure_pipeline(self) -> list[Any]:
-        torch.manual_seed(0)
-        return [nn.Linear(8, 16), Widen(), Narrow(), nn.Linear(16, 1)]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("fault", [
-    Fault("kill", 0, 0, step=2, at="forward", when="after"),
-    Fault("kill", 1, 1, step=2, at="backward_input", when="after"),
-], ids=["activation", "gradient"])  # fmt: skip
-def test_a_worker_killed_in_the_middle_of_a_message_holds_nobody_up(fault):
-    """Gloo hands what is to be sent to a thread of its own: right after an operation it is under way."""
-    run = exact_fit(Wide().double(), 2, 2, [fault], data=dataset(GLOBAL_BATCH * 4), max_steps=4)
-    assert failures(run) == [(fault.pipeline, fault.stage)]
-    assert not happened(run, "disturbance")
-    (recovered,) = happened(run, "recovered")
-    assert recovered.seconds < 4  # shorter than any timeout in which it could have been waited for

@@ -66,6 +66,16 @@ def frozen(m: Any, x: Tensor) -> float:
     return float(m.frozen)
 
 
+def frozen_data(m: Any, x: Tensor) -> float:
+    m.frozen.data = m.frozen.data * 0.9 + m.weight.data.mean() * 0.1
+    return float(m.frozen)
+
+
+def made(m: Any, x: Tensor) -> float:
+    m.made = x.new_zeros(()) if m.made is None else m.made + 1
+    return float(m.made)
+
+
 def drawn(m: Any, x: Tensor) -> float:
     draws = (m.random.random(), float(m.numbers.random()), float(torch.rand((), generator=m.generator)))
     return sum(draws)
@@ -79,7 +89,9 @@ def late(m: Any, x: Tensor) -> float:
     return getattr(m, "new", 0) + float(m.buffer)
 
 
-WAYS = (default, ordered, slotted, tensor_in_list, buffer, buffer_assigned, frozen, drawn, late)
+WAYS = (
+    default, ordered, slotted, tensor_in_list, buffer, buffer_assigned, made, frozen, frozen_data, drawn, late,
+)  # fmt: skip
 
 
 class Keeps(nn.Module):
@@ -91,6 +103,7 @@ class Keeps(nn.Module):
         self.default, self.ordered = defaultdict[str, float](float), OrderedDict({"a": 1, "b": 2, "c": 4})
         self.slotted, self.tensors = Slotted(), [torch.zeros(())]
         self.register_buffer("buffer", torch.zeros(()))
+        self.register_buffer("made", None, persistent=False)
         self.frozen = nn.Parameter(torch.zeros((), dtype=torch.float64), requires_grad=False)
         self.weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
         self.random, self.numbers = random.Random(1), np.random.default_rng(2)
@@ -154,6 +167,24 @@ def test_what_all_micro_batches_leave_alike_counts_once(stages, microbatches):
     expected = alone(all_ways)
     kill = Fault("kill", 1, stages - 1, step=5, at="reduce")
     assert difference(train(all_ways, stages, microbatches, kill), expected) < 1e-10
+
+
+class Large(Net):
+    """What its steps write depends on their batches, and is large."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 6).double())
+        self.register_buffer("centre", torch.zeros(700_000, dtype=torch.float64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.centre.add_(batch[0].mean())
+        return super().training_step(batch, batch_idx)
+
+
+def test_what_is_too_large_to_be_kept_is_refused_by_name_once_its_worker_is_lost():
+    train(Large, 1, 1)
+    with pytest.raises(UnsupportedFeatureError, match=r"centre is written in a training step"):
+        train(Large, 1, 1, Fault("kill", 0, 0, step=3))
 
 
 # ---------------------------------------------------------------------- layers of torch

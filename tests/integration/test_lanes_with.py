@@ -83,15 +83,7 @@ def logged(run: L.Trainer) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class With:
-    """What else the run does.
-
-    Args:
-        strategy, callbacks: of the Trainer.
-        model: what is trained.
-        stages, stream: the grid, the data.
-        faults: by default the loss of one worker above the pipelines.
-        check: of the history.
-    """
+    """What else the run does; by default one worker above the pipelines is lost."""
 
     strategy: dict[str, Any] = field(default_factory=dict)
     callbacks: tuple[Any, ...] = ()

@@ -28,11 +28,7 @@ EPOCHS = 2
 
 
 class GAN(L.LightningModule):
-    """Two networks that train against each other, with all that Lightning offers for that.
-
-    Args:
-        dies: (rank, step, place in the step) at which a worker dies.
-    """
+    """Two networks that train against each other; a worker dies at a (rank, step, place in the step)."""
 
     def __init__(self, dies: tuple[int, int, str] | None = None) -> None:
         super().__init__()
@@ -349,6 +345,23 @@ class StepsSchedulers(Regression):
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
 
 
+class Remembers(Regression):
+    """Its output follows a hidden state, of which each place of the batch has its own; an epoch begins afresh."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.hidden = nn.LSTM(6, 6, batch_first=True), None
+
+    def on_train_epoch_start(self) -> None:
+        self.hidden = None
+
+    def error(self, batch: Any) -> Tensor:
+        z, x = batch
+        output, hidden = self.lstm(x[:, None], self.hidden)
+        self.hidden = tuple(part.detach() for part in hidden)
+        return super().error((z, output[:, 0]))
+
+
 class Counts(L.Callback):
     """Counts hooks that run within steps."""
 
@@ -364,11 +377,14 @@ class Counts(L.Callback):
 
 @pytest.mark.parametrize(
     "kind",
-    sampled(
-        [PlainBackward, TorchsOptimizer, Accumulates, Closure, ChangesGradients, GradientPenalty, StepsSchedulers],
-        2,
-        seed=13,
-    ),
+    [
+        Remembers,
+        *sampled(
+            [PlainBackward, TorchsOptimizer, Accumulates, Closure, ChangesGradients, GradientPenalty, StepsSchedulers],
+            2,
+            seed=13,
+        ),
+    ],
 )
 def test_what_users_write_is_what_it_is_on_one_device(kind):
     theirs, ours, counts, expected = kind().double(), kind().double(), Counts(), Counts()

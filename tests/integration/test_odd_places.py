@@ -299,14 +299,6 @@ class ManualBounds(Plain):
         return loss
 
 
-def test_hooks_after_an_accumulation_get_the_mean_in_manual_optimization():
-    expected, module = ManualBounds(), ManualBounds()
-    _fit(expected, Samples(), 1)
-    trainer = _fit(module, Samples(), 2)
-    assert rejoined(trainer) == [(1, 0)]
-    assert difference(module.state_dict(), expected.state_dict()) < 1e-10
-
-
 class Counts(Plain):
     def configure_optimizers(self) -> Any:
         return Counting(self.parameters(), lr=0.1)
@@ -332,7 +324,9 @@ def test_what_only_an_optimizer_and_the_trainer_know_is_in_checkpoints(folder, t
     assert torch.load(tmp_path / "step=4.ckpt", weights_only=True)["optimizer_states"][0]["steps"] == 4
 
 
-@pytest.mark.parametrize("kind", sampled([Hooked, RemembersFeatures, Replaced, SharedMemory], 2, rest=pytest.mark.long))
+@pytest.mark.parametrize(
+    "kind", [ManualBounds, *sampled([Hooked, RemembersFeatures, Replaced, SharedMemory], 2, rest=pytest.mark.long)]
+)
 def test_a_replacement_has_what_hooks_have_put_into_odd_places(kind):
     module, trainer = _assert_same_after_a_replacement(kind, Samples())
     if isinstance(module, Replaced):  # settings and callbacks come home

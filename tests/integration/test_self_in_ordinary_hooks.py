@@ -112,23 +112,6 @@ def test_every_worker_gets_in_every_hook_what_one_device_gives(tmp_path, alone, 
     assert difference({**model.state_dict(), "text": model.text}, weights) < 1e-10
 
 
-KILLS = [(grid, victim, calls) for grid in ((2, 2), (2, 3)) for victim in range(grid[0] * grid[1]) for calls in (0, 5)]
-
-
-@pytest.mark.parametrize(("grid", "victim", "calls"), sampled(KILLS, 1))
-def test_a_worker_that_dies_in_an_evaluation_changes_no_answer(tmp_path, alone, grid, victim, calls):
-    expected, metrics, weights = alone
-    model = Speaker().double()
-    dies = Dies(victim, "on_train_batch_end", 2 * EPOCH - 1, calls, "blocks")
-    run = on_grid(*grid, [dies, Asks(tmp_path, ask, LATE)])
-    assert train(run, model, 2) == pytest.approx(metrics)
-    assert failures(run) == [divmod(victim, grid[1])]
-    found = answers(tmp_path)
-    for rank in set(range(grid[0] * grid[1])) - {victim}:
-        assert_same(found[rank], expected, LATE)
-    assert difference(model.state_dict(), {k: v for k, v in weights.items() if k != "text"}) < 1e-10
-
-
 def test_a_replacement_takes_part(tmp_path, alone):
     expected, metrics, _ = alone
     dies = Dies(0, "on_train_batch_end", 1, 0, "blocks")

@@ -10,13 +10,11 @@ from typing import Any
 import lightning as L
 import pytest
 import sharded
-import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from support.options import recycle_strategy
 from support.training import QUIET
 from torch import Tensor
-from torch.distributed.tensor import Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 from torchmetrics import SumMetric
 
@@ -32,26 +30,6 @@ class EachLayer(sharded.Ordinary):
 
     def configure_model(self) -> None:
         sharded.make_parallel(self.model, self.device_mesh)
-
-
-class SequenceParallelBlocks(sharded.Ordinary):
-    """The samples of a micro-batch are divided like positions of a sequence; the loss is a DTensor."""
-
-    def configure_model(self) -> None:
-        plan = {
-            "norm": SequenceParallel(sequence_dim=0),
-            "up": ColwiseParallel(input_layouts=Shard(0)),
-            "down": RowwiseParallel(output_layouts=Shard(0), use_local_output=False),
-        }
-        for block in self.model:
-            parallelize_module(block, self.device_mesh["tensor_parallel"], plan)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        mesh = self.device_mesh["tensor_parallel"]
-        x, y = (distribute_tensor(part, mesh, [Shard(0)], src_data_rank=None) for part in batch)
-        for block in self.model:
-            x = x + block.down(torch.tanh(block.up(block.norm(x))))
-        return (x - y).square().mean()
 
 
 ALWAYS = [
@@ -91,7 +69,6 @@ LONG: list[Any] = [
         {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"},
     ),
     (sharded.Piped, STAGES, [sharded.Kill(0, 1, 5)], {"gradient_clip_val": 0.45}),  # speculative steps
-    (SequenceParallelBlocks, sharded.TENSOR, [sharded.Kill(2, 1, 2)], {}),
 ]
 
 

@@ -5,11 +5,8 @@ seconds each).
 """
 
 import itertools
-import threading
-import time
 from typing import Any
 
-import lightning as L
 import pytest
 import sharded
 import torch
@@ -44,19 +41,6 @@ def test_a_kill_at_a_collective_of_the_layers(stages, rank, step, number, when):
 # ---------------------------------------------------------------------- outside of steps
 
 
-class WhileReleased(sharded.Victim):
-    """Dies when it is out of the roster."""
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self.is_it(trainer):
-            threading.Thread(target=self._watch, args=[trainer.strategy], daemon=True).start()
-
-    def _watch(self, strategy: Any) -> None:
-        while self.rank in strategy.live_workers:
-            time.sleep(0.001)
-        sharded.die()
-
-
 STARTS = [sharded.AtHook(1, "setup"), sharded.AtHook(2, "on_fit_start"), sharded.AtHook(3, "on_train_start")]
 IN_VALIDATION = [sharded.AtHook(1, "on_validation_batch_start", 3), sharded.AtHook(0, "on_validation_batch_end", 5)]
 IN_CHECKPOINT = [
@@ -65,16 +49,6 @@ IN_CHECKPOINT = [
     sharded.AtHook(0, "on_save_checkpoint", 1),
 ]
 LATER = [sharded.AtPoint(1, "end", sharded.STEPS), sharded.AtPoint(0, "validation", 2)]
-TWICE = [
-    ([sharded.Kill(1, 1, 1), WhileReleased(0)], 1),
-    ([sharded.KillTwo(0, 1, step=1, operation=2)], 1),
-    ([sharded.KillTwo(1, 2, step=2, operation=1)], 2),
-    ([sharded.Kill(0, 1, 2), sharded.Kill(3, 1, 3)], 2),
-    ([sharded.Kill(2, 1, 2), sharded.Kill(1, 2, 1)], 2),
-]
-"""With the failures that are counted: a member that is released leaves nothing that could fail."""
-
-
 OUTSIDE = [*STARTS, *IN_VALIDATION, *IN_CHECKPOINT, *LATER]
 
 
@@ -91,16 +65,3 @@ def test_a_kill_outside_of_steps(victim, grid, tmp_path):
     expected = sharded.plain_loop(sharded.parts_of(grid))
     stored = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]
     assert max(float((stored[f"model.{n}"] - p).abs().max()) for n, p in expected.named_parameters()) < TOLERANCE
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("grid", [(3, 1, 2), pytest.param((3, 1, 2, 1), marks=pytest.mark.exhaustive)], ids=str)
-@pytest.mark.parametrize(
-    ("victims", "losses"), [([victim], 1) for victim in [*STARTS, *IN_VALIDATION]] + TWICE, ids=sharded.name
-)
-def test_members_are_replaced_after_it(victims, losses, grid):
-    checks = {"validates": True, "val_check_interval": 2, "max_epochs": 9, "max_steps": 16}
-    strategy = {"max_restarts": 8}
-    sharded.exact_fit(
-        sharded.Ordinary(), grid, *victims, sharded.Waits(4, of=6), losses=losses, strategy=strategy, **checks
-    )

@@ -52,19 +52,17 @@ class TransformerBlock(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
-TENSOR_PARALLEL = {
-    "attention.query": ColwiseParallel(), "attention.key": ColwiseParallel(), "attention.value": ColwiseParallel(),
-    "attention.output": RowwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel(),
-}  # fmt: skip
-SEQUENCE_PARALLEL = {
-    **TENSOR_PARALLEL,
-    "norm1": SequenceParallel(),
-    "attention": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
-    "attention.output": RowwiseParallel(output_layouts=Shard(1)),
-    "norm2": SequenceParallel(),
-    "up": ColwiseParallel(input_layouts=Shard(1)),
-    "down": RowwiseParallel(output_layouts=Shard(1)),
+OUTER = {
+    "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+    "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
 }
+SEQUENCE_PARALLEL = {
+    "norm1": SequenceParallel(), "norm2": SequenceParallel(),
+    "attention": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+    "attention.query": ColwiseParallel(), "attention.key": ColwiseParallel(), "attention.value": ColwiseParallel(),
+    "attention.output": RowwiseParallel(output_layouts=Shard(1)),
+    "up": ColwiseParallel(input_layouts=Shard(1)), "down": RowwiseParallel(output_layouts=Shard(1)),
+}  # fmt: skip
 
 
 def transformer(blocks: int = 2) -> nn.ModuleDict:
@@ -76,26 +74,18 @@ def transformer(blocks: int = 2) -> nn.ModuleDict:
 
 
 class Transformer(L.LightningModule):
-    """Its embedding is its head; ``plan``: of each block."""
+    """Its embedding is its head; the norms of its blocks divide the sequence."""
 
-    def __init__(self, plan: dict[str, Any] | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.layers, self.plan = transformer(), plan
+        self.layers = transformer()
 
     def configure_model(self) -> None:
-        if self.plan is None:
-            return
         mesh = self.device_mesh["tensor_parallel"]
-        by_sequence = self.plan is not TENSOR_PARALLEL and "norm1" in self.plan
-        rows = Shard(1) if by_sequence else Replicate()
-        outer = {
-            "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=rows),
-            "head": ColwiseParallel(input_layouts=rows, output_layouts=Replicate()),
-        }
-        parallelize_module(self.layers, mesh, outer)
+        parallelize_module(self.layers, mesh, OUTER)
         self.layers["head"].weight = self.layers["embed"].weight
         for block in self.layers["blocks"]:
-            parallelize_module(block, mesh, self.plan)
+            parallelize_module(block, mesh, SEQUENCE_PARALLEL)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         tokens, targets = batch
@@ -135,13 +125,9 @@ def check(module: L.LightningModule, alone: L.LightningModule, grid: tuple[int, 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("plan", "members", "kill"),
-    [(TENSOR_PARALLEL, 2, Kill(1, 1, 2)), (SEQUENCE_PARALLEL, 2, Kill(1, 1, 2)), (SEQUENCE_PARALLEL, 4, Kill(5, 2, 1))],
-    ids=["tensor", "sequence", "sequence in four"],
-)
-def test_a_transformer_whose_tied_embedding_is_sharded(plan, members, kill):
-    check(Transformer(plan), Transformer(), (2, 1, members), kill)
+@pytest.mark.parametrize(("members", "kill"), [(2, Kill(1, 1, 2)), (4, Kill(5, 2, 1))], ids=["in two", "in four"])
+def test_a_transformer_whose_tied_embedding_is_sharded(members, kill):
+    check(Transformer(), Transformer(), (2, 1, members), kill)
 
 
 # ---------------------------------------------------------------------- a Sequential
@@ -188,7 +174,7 @@ def test_a_sequential():
 class Llama(L.LightningModule):
     """Made parallel by the plan that its configuration brings."""
 
-    def __init__(self, parallel: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__()
         from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -196,13 +182,11 @@ class Llama(L.LightningModule):
         sizes = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 2}
         heads = {"num_attention_heads": HEADS, "num_key_value_heads": 2}
         self.llama = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes, **heads)).double()
-        self.parallel = parallel
 
     def configure_model(self) -> None:
         styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
         plan = {name: styles[style]() for name, style in self.llama.config.base_model_tp_plan.items()}
-        if self.parallel:
-            parallelize_module(self.llama.model, self.device_mesh["tensor_parallel"], plan)
+        parallelize_module(self.llama.model, self.device_mesh["tensor_parallel"], plan)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         tokens, targets = batch
@@ -214,4 +198,4 @@ class Llama(L.LightningModule):
 
 @pytest.mark.long
 def test_a_llama_with_its_own_plan():
-    check(Llama(), Llama(parallel=False), (2, 1, 2), Kill(3, 1, 1))
+    check(Llama(), Llama(), (2, 1, 2), Kill(3, 1, 1))

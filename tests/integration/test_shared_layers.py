@@ -76,13 +76,8 @@ class Halves(Callback):
 
 
 class PartsWays(Callback):
-    """In ``step`` workers part ways once all gradients are summed: one is killed, some lack the sums, as if they had
-    not arrived, and the others have them, and step.
-
-    Args:
-        step: of the first attempt.
-        killed: the rank of the first.
-        lack: the ranks of the second.
+    """In the first attempt of ``step`` workers part ways once all gradients are summed: one is killed, those in
+    ``lack`` lack the sums, as if they had not arrived, and the others have them, and step.
     """
 
     def __init__(self, step: int, killed: int, lack: Collection[int]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.growth import AwaitReplacement, Marks, happened, rejoined
+from support.growth import AwaitReplacement, happened, rejoined
 from support.models import GLOBAL_BATCH, Regression, dataset
 from support.scripts import started
 from support.training import committed_steps, difference, failures, fit, plain_loop
@@ -26,8 +26,7 @@ DATA = dataset(GLOBAL_BATCH * LENGTH)
 def train(*faults: Fault, **arguments: Any) -> tuple[Regression, Any]:
     """What the launching process and the workers outside all run."""
     model = Regression().double()
-    callbacks = [Marks(Path(os.environ["MARKS"])), *arguments.pop("callbacks", [AwaitReplacement(range(6, LENGTH))])]
-    arguments = {"max_steps": LENGTH, "data": DATA, "callbacks": callbacks, **arguments}
+    arguments = {"max_steps": LENGTH, "data": DATA, "callbacks": [AwaitReplacement(range(6, LENGTH))], **arguments}
     return model, fit(model, 2, 2, list(faults), **arguments)
 
 
@@ -72,7 +71,7 @@ def test_a_worker_from_outside_takes_the_place_of_a_lost_one(port):
     ({"RECYCLE_LISTEN": "127.0.0.1:0", "RECYCLE_KEY": "guess me"}, ["RECYCLE_KEY has 8 bytes", "/dev/urandom"]),
 ])  # fmt: skip
 def test_a_wrong_address_or_a_missing_key_is_refused(variables, words, monkeypatch):
-    for name, value in {"RECYCLE_KEY": "any key of the run", "MARKS": ".", **variables}.items():
+    for name, value in {"RECYCLE_KEY": "any key of the run", **variables}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("RECYCLE_CONNECT_SECONDS", "0.5")  # to wait for one that starts late
     with pytest.raises(ConfigurationError) as caught:
@@ -86,7 +85,6 @@ def test_a_wrong_key_is_refused_on_both_sides(monkeypatch, caplog):
     try:
         monkeypatch.setenv("RECYCLE_COORDINATOR", f"127.0.0.1:{listener.address[1]}")
         monkeypatch.setenv("RECYCLE_KEY", "another key of a run")
-        monkeypatch.setenv("MARKS", ".")
         with pytest.raises(ConfigurationError, match="RECYCLE_KEY the same value"):
             train()
         assert listener.accepted.empty()

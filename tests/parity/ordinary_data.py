@@ -7,7 +7,7 @@ import lightning as L
 import same_script as same
 import torch
 from ordinary_flags import fits
-from ordinary_runs import Case, Ordinary, Scheduled, Session, calls
+from ordinary_runs import Case, Ordinary, Scheduled, ScheduledPipeline, Session, calls
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
@@ -136,12 +136,6 @@ def sampled_by_torch(session: Session) -> Any:
     world = same.GLOBAL_BATCH // session.data.batch_size
     sampler = DistributedSampler(data, world, 0, shuffle=False)
     return DataLoader(data, batch_size=session.data.batch_size, sampler=sampler)
-
-
-class ScheduledPipeline(same.Classifier):
-    def configure_optimizers(self) -> Any:
-        optimizer = super().configure_optimizers()
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
 def fits_again(session: Session) -> None:

@@ -35,18 +35,7 @@ def fits(
     dtype: torch.dtype = torch.float64,
     **options: Any,
 ) -> Script:
-    """A script that trains for two epochs of four batches, unless ``options`` of the Trainer say otherwise.
-
-    Args:
-        module: makes the module.
-        pipeline: makes the one of runs of a PipelineModule.
-        validates: whether there is validation data.
-        callbacks: makes callbacks, given the folder of the run.
-        trainer: makes arguments of the Trainer from that folder.
-        data: makes the training data, in place of the usual.
-        validation: likewise for validation.
-        dtype: of the usual data.
-    """
+    """A script that trains for two epochs of four batches, unless ``options`` of the Trainer say otherwise."""
 
     def script(session: Session) -> None:
         session.data.dtype = dtype

@@ -12,10 +12,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import grad_norm
-from metered import LOGGING_HOOKS, LogsEverywhereToo, log_in_hooks
+from metered import LOGGING_HOOKS, LogsEverywhereToo, Metered, log_in_hooks
 from metered import LogsEverywhere as PipelineLogsEverywhere
 from ordinary_flags import fits
-from ordinary_runs import Case, Ordinary, Session, WithExample, board, csv_rows
+from ordinary_runs import Case, Ordinary, Session, WithExample, board, csv_rows, to_both
 from torch import Tensor, nn
 from torchmetrics import AUROC, F1Score, MaxMetric, MeanMetric, MetricCollection
 
@@ -25,6 +25,25 @@ from lightning_recycle import LayerSpec
 class LogsNorms(Ordinary):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.log_dict(grad_norm(self, norm_type=2))
+
+
+class PipelineLogsNorms(same.Classifier):
+    """Logs norms of the module and of one of its layers; all workers find them, and a shared weight counts once."""
+
+    def configure_pipeline(self) -> list[Any]:
+        torch.manual_seed(0)
+        layers: list[Any] = [nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, same.CLASSES)]
+        layers[2].weight = layers[0].weight
+        return [layer.double() for layer in layers]
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norms = grad_norm(self, norm_type=2)
+        self.log_dict(norms)
+        self.log("largest", grad_norm(self, "inf")["grad_inf_norm_total"])
+        self.log("of_a_layer", grad_norm(self.layers[2], 1)["grad_1.0_norm_total"])
+        for kind in ("max", "min"):
+            total = torch.as_tensor(norms["grad_2.0_norm_total"])
+            self.log(f"{kind}_of_workers", self.trainer.strategy.reduce(total, reduce_op=kind))
 
 
 class Collects(Ordinary):
@@ -108,6 +127,26 @@ class Measures(Ordinary):
         return output
 
 
+MEASURED = {"val_f1", "val_auroc", "max_x_epoch"}
+METERED = {
+    "train_accuracy_step", "train_accuracy_epoch", "train_mean", "out_mean_step", "out_mean_epoch", "out_max",
+    "out_min", "seen_step", "seen_epoch", "val_loss", "val_accuracy", "val_accuracy_by_hand", "val_perplexity",
+    "val_mean_metric", "collected_precision", "collected_recall", "collected_auroc", "val_step_and_epoch_epoch",
+    "val_max", "val_min", "val_sum",
+}  # fmt: skip
+
+
+def measured(session: Session) -> None:
+    """In all phases, also of a small batch and of several loaders."""
+    fits(Measures, Metered)(session)
+    module, trainer, data, results = session.run.module, session.run.trainer, session.data, session.run.results
+    results["fit"] = session.run.metrics
+    results["validate"] = trainer.validate(module, data.validation(), verbose=False)
+    results["test"] = trainer.test(module, [data.validation(), data.loader(3, seed=3)], verbose=False)
+    trainer.predict(module, data.validation(), return_predictions=False)
+    results["predict"] = trainer.predict(module, [data.validation(), data.loader(3, seed=3)])
+
+
 class Service(Logger):
     """A logger of a service: keeps what it is told in a file, as those do that cannot be installed here."""
 
@@ -168,10 +207,6 @@ def told(session: Session) -> None:
     session.run.results["told"] = sorted(set(lines))  # a new leader may tell the rows of the newest steps again
 
 
-def to_board(root: Path) -> dict[str, Any]:
-    return {"logger": TensorBoardLogger(root, name="board", version=0, default_hp_metric=False)}
-
-
 def to_board_with_graph(root: Path) -> dict[str, Any]:
     return {"logger": TensorBoardLogger(root, name="board", version=0, log_graph=True)}
 
@@ -190,10 +225,6 @@ def with_graph(session: Session) -> None:
     session.run.results["layers"] = sorted(layers_in_the_graph(session.run))
 
 
-def to_both(root: Path) -> dict[str, Any]:
-    return {"logger": [CSVLogger(root, name="csv", version=0), *to_board(root).values()]}
-
-
 LOGGERS: dict[str, Case] = {
     "CSVLogger": Case(("`CSVLogger`",), fits(log_every_n_steps=2), lambda run: len(csv_rows(run)) > 5),
     "TensorBoardLogger": Case(("`TensorBoardLogger`",), fits(trainer=to_both),
@@ -206,7 +237,9 @@ LOGGERS: dict[str, Case] = {
         logs_everywhere, lambda run: {name.removesuffix("_epoch") for name in run.metrics} >= EVERYWHERE),
     "outputs collected in attributes": Case(("outputs collected in attributes",), fits(Collects, Collecting),
         lambda run: "trained" in run.metrics and any("median" in name for name in run.metrics), at=("validation", 1)),
-    "grad_norm": Case(("`grad_norm` in hooks",), fits(LogsNorms), lambda run: "grad_2.0_norm_total" in run.metrics),
-    "torchmetrics": Case(("torchmetrics as attributes",), fits(Measures),
-        lambda run: {"val_f1", "val_auroc", "max_x_epoch"} <= run.metrics.keys()),
+    "grad_norm": Case(("`grad_norm` in hooks",), fits(LogsNorms, PipelineLogsNorms),
+        lambda run: "grad_2.0_norm_total" in run.metrics),
+    "torchmetrics": Case(("torchmetrics as attributes",), measured,
+        lambda run: (METERED if isinstance(run.module, Metered) else MEASURED) <= run.results["fit"].keys(),
+        differs=("module collection", "module by_hand._update_count")),
 }  # fmt: skip

@@ -19,14 +19,7 @@ from lightning_recycle.launch.launcher import RunAttempt
 
 @dataclass(frozen=True)
 class Refusal:
-    """A script that is refused before anything starts.
-
-    Args:
-        rows: the rows of docs/trainer_flags.md that it is a case of, by their first cells.
-        script: builds a Trainer and runs it.
-        words: of the error.
-        stages: on which grids.
-    """
+    """A script that is refused before anything starts, as ``rows`` of docs/trainer_flags.md say."""
 
     rows: tuple[str, ...]
     script: Script

@@ -21,7 +21,7 @@ from typing import Any
 import lightning as L
 import same_script as same
 import torch
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from seen_attributes import DIFFERS, differences
 from support.comparison import differences as differences_of_values
 from support.options import recycle_strategy
@@ -76,11 +76,7 @@ ALSO_DIFFERS = {
 class Kill:
     """The worker ``rank`` is killed in the first step of ``phase`` that is its ``batch``-th or a later one.
 
-    Args:
-        rank: d * S + s.
-        phase: "training", "validation", "test" or "predict".
-        batch: counted over the run in training, within an evaluation otherwise.
-        note: the file in which it asks to be killed.
+    Batches are counted over the run in training, within an evaluation otherwise; it asks for that by the file ``note``.
     """
 
     rank: int
@@ -190,6 +186,14 @@ class WithExample(Ordinary):
 
 class Scheduled(Ordinary):
     """Its learning rate follows a scheduler of each kind."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], same.schedules(optimizer)
+
+
+class ScheduledPipeline(same.Classifier):
+    """The same as a PipelineModule."""
 
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
@@ -327,6 +331,14 @@ def csv_rows(run: same.Run) -> list[dict[str, float]]:
 def columns(run: same.Run) -> set[str]:
     path = run.root / "csv" / "version_0" / "metrics.csv"
     return set(next(csv.reader(path.open()))) if path.exists() else set()
+
+
+def to_board(root: Path) -> dict[str, Any]:
+    return {"logger": TensorBoardLogger(root, name="board", version=0, default_hp_metric=False)}
+
+
+def to_both(root: Path) -> dict[str, Any]:
+    return {"logger": [CSVLogger(root, name="csv", version=0), *to_board(root).values()]}
 
 
 def board(run: same.Run) -> dict[str, list[tuple[int, float]]]:

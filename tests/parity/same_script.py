@@ -203,14 +203,7 @@ for _name in MODULE_HOOKS:
 
 @dataclass
 class Run:
-    """What a script left behind.
-
-    Args:
-        trainer: of the launching process.
-        module: as it is there afterwards.
-        root: the run's ``default_root_dir``.
-        results: what each entry point returned, by name.
-    """
+    """What a script left behind: Trainer and module of the launching process, and what each entry point returned."""
 
     trainer: Any
     module: Any

@@ -6,17 +6,19 @@ which there is little to train or to validate, batches that are dicts, and flags
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import same_script as same
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from ordinary_callbacks import CALLBACKS
 from ordinary_data import DATA
 from ordinary_flags import FLAGS, fits
 from ordinary_loggers import LOGGERS
 from ordinary_runs import Case, Script, Session, all_differences, calls, on_a_grid, on_one_device, validated_at
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 RECORDS = same.GLOBAL_BATCH * same.STEPS_PER_EPOCH + 3
@@ -57,6 +59,22 @@ def with_records(**loader: Any) -> Script:
     return script
 
 
+class NotANumber(nn.Module):
+    """Adds zero, but the gradient of its parameter is NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros(8, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + (0.0 * self.scale).sqrt()
+
+
+class HasNaN(same.Classifier):
+    def configure_pipeline(self) -> list[Any]:
+        return [NotANumber(), *super().configure_pipeline()]
+
+
 def predicted_all(run: same.Run) -> bool:
     """Whatever drop_last says, a prediction is of all samples."""
     return run.results["fit"]["seen_x_epoch"] != 0 and sum(map(len, run.results["predict"])) == RECORDS
@@ -69,13 +87,17 @@ CASES: dict[str, Case] = {
     **DATA,
     "batches that are dicts": Case((), with_records(drop_last=True), predicted_all),
     "batches that are dicts, read by a process": Case((), with_records(num_workers=1), predicted_all),
+    "a norm that is no number": Case((), fits(pipeline=HasNaN, max_steps=1, gradient_clip_val=0.1),
+        lambda run: all(weight.isnan().all() for weight in run.weights.values()), ignored=("weights", "attributes")),
+    "grad_norm, together": replace(LOGGERS["grad_norm"], strategy={"staggered": False}),
     "no training": Case((), fits(limit_train_batches=0), lambda run: calls(run, "on_train_start") == 0),
     "limit_val_batches=0": Case((), fits(limit_val_batches=0), lambda run: calls(run, "on_validation_start") == 0),
     "no validation": Case((), fits(validates=False), lambda run: calls(run, "on_validation_start") == 0),
-}
-ALWAYS = ["limit_test_batches", "overfit_batches", "runs of one Trainer", "batches that are dicts"]
+}  # fmt: skip
+ALWAYS = ["limit_test_batches", "overfit_batches", "runs of one Trainer", "batches that are dicts", "EarlyStopping"]
+ALWAYS += ["grad_norm", "torchmetrics", "a norm that is no number"]
 LONG = ["inference_mode of a test", "barebones", "PyTorchProfiler", "resuming"]
-LONG += ["fast_dev_run", "gradient_clip_val"]
+LONG += ["fast_dev_run", "gradient_clip_val", "grad_norm, together"]
 LONG += ["detect_anomaly", "OnExceptionCheckpoint", "profiler", "self.log in steps and hooks"]
 LONG += ["TensorBoardLogger with the graph", "gradient_clip_algorithm", "use_distributed_sampler"]
 LONG += ["BasePredictionWriter"]
@@ -101,7 +123,26 @@ def test_a_flag_means_the_same(tmp_path, name):
     assert not found, "\n".join(found)
 
 
-# ---------------------------------------------------------------------- flags that need a script of their own
+# ---------------------------------------------------------------------- what needs a script of its own
+
+
+class Raises(Callback):
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 3:
+            raise ArithmeticError("the user's own")
+
+
+def test_an_exception_of_the_user_leaves_no_checkpoint_and_says_so(tmp_path, caplog):
+    def script(session: same.Session) -> None:
+        savers = [
+            OnExceptionCheckpoint(session.root / "any"),
+            ModelCheckpoint(session.root, "model", save_on_exception=True, every_n_train_steps=10_000),
+        ]
+        with pytest.raises(ArithmeticError):
+            session.fit(same.Classifier(), callbacks=[Raises(), *savers], enable_checkpointing=True)
+
+    assert same.on_a_grid(script, tmp_path).files() == []
+    assert "No checkpoint is written for this error" in caplog.text
 
 
 class Slow(Callback):

@@ -195,7 +195,6 @@ KILLS = {
 
 
 @pytest.mark.parametrize(("name", "kill"), [
-    ("plain", ""),
     ("clipped by norm", "reducing it"),
     ("fused", "skipping the step"),
     *sampled([(name, kill) for name in CASES for kill in KILLS], 1),

@@ -61,20 +61,15 @@ def fitted(session: same.Session) -> None:
 runs = same.runs_of(fitted)
 
 
-def test_the_hooks_of_callbacks_are_those_of_one_device(runs):
-    one, grid = (run.diary("callback") for run in runs)
-    called = {hook for hook, _, _ in one}
-    expected = {h for h in same.CALLBACK_HOOKS if "test" not in h and "predict" not in h} - NOT_CALLED
-    assert called == expected
+@pytest.mark.parametrize(("who", "hooks"), [("callback", same.CALLBACK_HOOKS), ("module", same.MODULE_HOOKS)])
+def test_every_worker_runs_the_hooks_of_one_device(runs, who, hooks):
+    one, grid = (run.diary(who) for run in runs)
+    assert {hook for hook, _, _ in one} >= {h for h in hooks if "test" not in h and "predict" not in h} - NOT_CALLED
     same.assert_same(one, grid)
-
-
-def test_the_hooks_of_the_module_are_those_of_one_device(runs):
-    one, grid = (run.diary("module") for run in runs)
-    called = {hook for hook, _, _ in one}
-    assert called >= {h for h in same.MODULE_HOOKS if "test" not in h and "predict" not in h} - NOT_CALLED
-    assert len([entry for entry in one if entry[0] == "prepare_data"]) == 1
-    same.assert_same(one, grid)
+    others = [entry for entry in grid if entry[0] != "prepare_data"]  # which is once on each machine
+    assert len(grid) - len(others) == (who == "module")
+    for rank in set(range(same.PIPELINES * same.STAGES)) - {same.LEADER}:
+        same.assert_same(others, runs[1].diary(who, rank), where=f"rank {rank}")
 
 
 def test_the_hooks_of_the_data_module_are_those_of_one_device(runs):
@@ -88,14 +83,6 @@ def test_the_hooks_of_the_data_module_are_those_of_one_device(runs):
         "teardown",
     ]
     same.assert_same(one, grid)
-
-
-@pytest.mark.parametrize("who", ["callback", "module"])
-def test_every_worker_runs_the_same_hooks(runs, who):
-    leader = runs[1].diary(who)
-    for rank in set(range(same.PIPELINES * same.STAGES)) - {same.LEADER}:
-        expected = [entry for entry in leader if entry[0] != "prepare_data"]  # which is once on each machine
-        same.assert_same(expected, runs[1].diary(who, rank), where=f"rank {rank}")
 
 
 def evaluated(session: same.Session) -> None:

@@ -156,7 +156,6 @@ KILLS = {1: [Fault("kill", 1, 0, step=1)], 2: [Fault("kill", 0, 1, step=1), Faul
 
 CASES = [
     *((Ordinary, grid, True) for grid in ("4x1, two each", "2x2")),
-    (Ordinary, "1x1", False),
     pytest.param(Ordinary, "4x1", True, marks=pytest.mark.long),
     *(pytest.param(Ordinary, grid, False, marks=pytest.mark.long) for grid in ("4x1", "4x1, two each", "2x2")),
     *sampled(

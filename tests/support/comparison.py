@@ -9,13 +9,8 @@ from torch import Tensor
 
 
 def differences(one: Any, other: Any, tolerance: float, where: str = "") -> Iterator[str]:
-    """Each difference, with its place: floats within ``tolerance`` (relative above 1) are the same, all else is equal.
-
-    Args:
-        one: tensors, mappings, sequences, numbers, anything that can be compared, nested.
-        other: the same.
-        tolerance: of floats and floating-point tensors.
-        where: the place of both, which each difference begins with.
+    """Each difference, with its place: floats within ``tolerance`` (relative above 1) are the same, all else is
+    equal.
     """
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         one, other = one.cpu(), other.cpu()

@@ -1,10 +1,7 @@
 """Modules drawn at random, whose steps keep values in many ways, and what one process makes of them.
 
-A :class:`Recipe` says what a :class:`DrawnModule` changes, and where: attributes of many kinds on the module and on
-its layers, in training steps, in forwards and in hooks, all read by the loss; overrides of optimization hooks;
-parameters that come, go and freeze. :class:`OneProcess` trains the same module on one device without anything of this
-project's: its training step runs the micro-batches of all pipelines one after the other, each from what the *slot*
-kept, which is the rule that :mod:`lightning_recycle` promises to follow on every grid.
+:class:`OneProcess` trains the same module on one device without anything of this project's: its training step runs the
+micro-batches of all pipelines one after the other, each from what the *slot* kept.
 """
 
 import copy
@@ -90,14 +87,8 @@ KINDS: dict[str, Kind] = {
 
 @dataclass(frozen=True)
 class Place:
-    """A value that a step changes.
-
-    Args:
-        kind: a key of :data:`KINDS`.
-        layer: the index of the layer whose forward changes it; None: the training step, in the module itself.
-        alike: whether all micro-batches add the same number; else it depends on their samples.
-        begins: the batch, counted over epochs, from which on it is changed.
-        hook: the hook that sets it anew, once; none if empty.
+    """A value that a step changes from batch ``begins`` on: in the forward of ``layer``, or in the step; ``alike`` by
+    all micro-batches, or by their samples; ``hook`` sets it anew, once.
     """
 
     kind: str
@@ -112,17 +103,11 @@ class Recipe:
     """What is trained, and on which grid.
 
     Args:
-        places: the values that steps keep.
         zeroing: how ``optimizer_zero_grad`` is overridden; not at all if empty.
         gradients: what ``on_before_optimizer_step`` does with gradients, or ``on_before_zero_grad``.
         parameters: what becomes of parameters during the training.
         changes: the hook in which it does.
-        norm: a layer of normalisation, or of a parametrization.
-        optimizer: the name of its class.
-        clip: the norm at which gradients are clipped, or None.
         accumulate: the number of batches whose gradients one step takes.
-        stages: the number of stages.
-        microbatches: those of a pipeline in a step.
         dies: the pipeline and stage of a worker, and the step at which it is killed; None: no worker dies.
         replaced: whether another process takes its place.
     """

@@ -10,7 +10,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,29 +62,12 @@ class AwaitWorkers(AwaitReplacement):
 
 
 class Marks(L.Callback):
-    """Tells the test which process runs which position: a file ``<rank>-<incarnation>-<pid>`` when it trains.
+    """Tells the test which process runs which position: a file ``<rank>-<incarnation>-<pid>`` when it trains."""
 
-    With ``at`` a point of the run ("setup", "recovery", ...) it is written there, and the process waits for half a
-    minute so that the test can do something to it.
-    """
-
-    def __init__(self, directory: Path, at: str | None = None) -> None:
-        self._directory, self._at = directory, at
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if self._at is not None and trainer.strategy.incarnation == 1:
-            trainer.strategy.at_point.append(partial(self._reach, trainer))
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        if self._at is None:
-            self._mark(trainer)
-
-    def _reach(self, trainer: L.Trainer, point: str, step: int) -> None:
-        if point == self._at:
-            self._mark(trainer)
-            time.sleep(30)
-
-    def _mark(self, trainer: L.Trainer) -> None:
         (self._directory / f"{trainer.strategy.grid_rank}-{trainer.strategy.incarnation}-{os.getpid()}").touch()
 
 

@@ -22,11 +22,7 @@ class Numbers(Dataset[Tensor]):
 
 
 class Counts(Sampler[int]):
-    """Counts its epochs in an attribute that its class has; each has an order of its own.
-
-    Args:
-        size: the number of samples.
-    """
+    """Counts its epochs in an attribute that its class has; each has an order of its own."""
 
     epoch = 0
 
@@ -42,11 +38,7 @@ class Counts(Sampler[int]):
 
 
 class Told(Sampler[int]):
-    """Has its order in an attribute, rotated by the epoch, and lists the epochs that were set.
-
-    Args:
-        size: the number of samples.
-    """
+    """Has its order in an attribute, rotated by the epoch, and lists the epochs that were set."""
 
     def __init__(self, size: int) -> None:
         self.order = list(range(size))

@@ -42,17 +42,8 @@ def train_step(
     recomputed: Collection[int] = (),
     kept: Callable[[int], AbstractContextManager[Any]] | None = None,
 ) -> list[Tensor]:
-    """F of all micro-batches, then B of all, then W of all; returns their losses.
-
-    Args:
-        stages: of the whole model.
-        batches: inputs and targets of each micro-batch.
-        split_backward: whether B and W are split.
-        step: the number of the step.
-        forwards: the order of micro-batches in F, by default that of ``batches``.
-        backwards: the order in B and W.
-        recomputed: numbers of the stages that compute their forwards again, right before each B.
-        kept: the context of each forward of a micro-batch, in which layers have its values.
+    """F of all micro-batches, then B of all, then W of all; returns their losses. Stages in ``recomputed`` compute
+    their forwards again right before each B; in the context ``kept`` layers have the values of a micro-batch.
     """
     losses: dict[int, Tensor] = {}
     order = range(len(batches))

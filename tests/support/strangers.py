@@ -81,11 +81,7 @@ KINDS: dict[str, Callable[[random.Random], list[bytes]]] = {
 
 
 def attack(address: Address, draw: random.Random) -> tuple[int, list[socket.socket], bool]:
-    """One draw of :data:`KINDS`. Some connections are reset at once.
-
-    Returns:
-        How many were tried, those that are held, and whether all were answered.
-    """
+    """One draw of :data:`KINDS`, some reset at once: how many were tried, what is held, whether all were answered."""
     messages = KINDS[draw.choice(list(KINDS))](draw)
     held = []
     for number, message in enumerate(messages, start=1):

@@ -12,11 +12,7 @@ from support.models import dataset
 
 class Stream(IterableDataset[tuple[Tensor, Tensor]]):
     """The samples of :func:`dataset`, shared out among the processes that read; an epoch begins where the one before
-    stopped.
-
-    Args:
-        num_samples: after which it ends, and begins anew in the next epoch.
-        endless: whether it begins anew at once.
+    stopped, and with the first sample after the last one: at once if it is ``endless``.
     """
 
     def __init__(self, num_samples: int, endless: bool = False) -> None:
