@@ -312,13 +312,9 @@ def test_every_nth_product_is_wrong_in_forward_and_backward():
     ({"target": "activation", "at": "reduce"}, ["at='forward'"]),
     ({"target": "gradient"}, ["at='backward_weight', when='after'"]),
     ({"target": "parameter", "at": "end"}, ["'end' is a point"]),
+    ({"kind": "kill", "target": "parameter"}, ["belong to the kind 'bitflip'"]),
 ])  # fmt: skip
 def test_what_makes_no_sense_is_refused(arguments, words):
     with pytest.raises(ConfigurationError) as error:
-        Fault("bitflip", 0, 0, 1, **arguments)
+        Fault(**{"kind": "bitflip", "stage": 0, "pipeline": 0, "step": 1, **arguments})
     assert all(word in str(error.value) for word in words)
-
-
-def test_only_bits_have_targets():
-    with pytest.raises(ConfigurationError, match="belong to the kind 'bitflip'"):
-        Fault("kill", 0, 0, 1, target="parameter")

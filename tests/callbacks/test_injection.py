@@ -279,22 +279,6 @@ def test_mtbf_strikes_at_the_first_operation_after_the_drawn_time(clocks: Clocks
     assert len(set(found.values())) == 4
 
 
-def test_a_replacement_draws_again(clocks: Clocks) -> None:
-    lives = [
-        seconds_to_failure(worker(mtbf=5.0, kinds=("exception",), seed=2, incarnation=life), clocks)
-        for life in range(3)
-    ]
-    assert None not in lives
-    assert len(set(lives)) == 3
-
-
-def test_max_faults_holds_over_all_workers_and_replacements(clocks: Clocks) -> None:
-    options: dict[str, Any] = {"mtbf": 5.0, "kinds": ("exception",), "seed": 2, "max_faults": 2}
-    places = [(GRID.worker(rank), life) for rank in range(4) for life in range(2)]
-    processes = [worker(place=place, incarnation=life, **options) for place, life in places]
-    assert sum(seconds_to_failure(process, clocks) is not None for process in processes) == 2
-
-
 def test_a_trace_strikes_on_the_clock_of_the_run(clocks: Clocks) -> None:
     options: dict[str, Any] = {"trace": "aws-p3", "time_scale": 0.01, "kinds": ("exception",), "seed": 5}
     callback = FaultInjectionCallback(**options)

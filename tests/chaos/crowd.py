@@ -28,7 +28,7 @@ _END_SECONDS = 60.0  # for those that are left to end with the run, and the long
 
 
 class AwaitCrowd(AwaitReplacement):
-    """Waits, before each step, until there are as many workers as ``crowds`` say; ``directory`` has their number."""
+    """Waits, before each step, until there are as many workers as ``crowds`` say."""
 
     def __init__(self, crowds: tuple[Crowd, ...], directory: Path) -> None:
         super().__init__(range(min((crowd.step for crowd in crowds), default=STEPS), STEPS), pace=0.01)

@@ -123,7 +123,7 @@ def audit(
     global_batch: int,
     members: int = 1,
 ) -> list[str]:
-    """What contradicts that every sample was used exactly once in each epoch; empty if all is well."""
+    """What contradicts that every sample was used exactly once in each epoch."""
     offers: dict[tuple[int, int, tuple[int, int]], list[Entry]] = defaultdict(list)
     reduced: dict[tuple[int, int], Entry] = {}
     applied: dict[tuple[int, int], list[int]] = defaultdict(list)

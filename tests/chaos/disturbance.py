@@ -60,7 +60,7 @@ def _before(faults: Sequence[LateFault], preceding: Iterator[int], step: int, op
 
 
 class Pace(pl.Callback):
-    """Slows the training down while a worker is missing, so that a replacement arrives before the end."""
+    """Slows the training down while a worker is missing, so that one may join."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds

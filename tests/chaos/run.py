@@ -52,7 +52,7 @@ _IN_THE_LOSS = "in the loss of a stage"
 
 @dataclass(frozen=True)
 class Result:
-    """How a scenario went; ``difference`` is the largest of any weight, None if it had to end in an error."""
+    """How a scenario went; ``difference``: of weights, None if it ends in an error."""
 
     seed: int
     problems: tuple[str, ...]

@@ -81,8 +81,9 @@ class Recipe:
 
 @dataclass(frozen=True)
 class LateFault:
-    """A fault of a position's first replacement, after so many ``operations``; 0: while it takes over its peer's
-    state; -1: before it is ready.
+    """A fault of a position's first replacement, after so many operations.
+
+    0: while it takes over its peer's state; -1: before it is ready.
     """
 
     kind: str
@@ -93,7 +94,7 @@ class LateFault:
 
 @dataclass(frozen=True)
 class Crowd:
-    """How many workers there are from a step on, for which all wait; who is too many is killed, or asked to leave."""
+    """How many workers there are from a step on; others are killed, or leave."""
 
     step: int
     workers: int

@@ -72,7 +72,7 @@ for _hook in _COUNTED:
 
 
 class FinalCheckpoint(pl.Callback):
-    """At the end of the training, all workers write a checkpoint, and each of them what it holds itself."""
+    """At the end all workers write a checkpoint, and each of them what it holds."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -131,8 +131,9 @@ def without_starts(value: Any) -> Any:
 
 
 def compare(found: State, expected: State, starts_again: bool = False, saves_everything: bool = True) -> Iterator[str]:
-    """Where ``found`` differs from ``expected``, in words; ``starts_again``: some steps were logged twice;
-    ``saves_everything``: else :func:`missing_checkpoints` judges which there are.
+    """Where ``found`` differs from ``expected``, in words.
+
+    ``starts_again``: some steps were logged twice; ``saves_everything``: else :func:`missing_checkpoints` judges.
     """
     if not saves_everything:
         found, expected = _without_checkpoints(found), _without_checkpoints(expected)
@@ -149,7 +150,7 @@ def compare(found: State, expected: State, starts_again: bool = False, saves_eve
 
 
 def missing_checkpoints(folder: Path, expected: Sequence[str], full: Container[int]) -> Iterator[str]:
-    """What is wrong with the checkpoints of a disk that was full at the steps ``full``."""
+    """What is wrong with the checkpoints of a disk that was full at some steps."""
     names = {path.name for path in folder.iterdir()}
     yield from (f"{name} is in the folder of the checkpoints" for name in sorted(names - set(expected)))
     for name in sorted(set(expected) - names):

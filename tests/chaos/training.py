@@ -28,7 +28,7 @@ _NEVER = 100  # epochs
 
 
 class ChaosModel(PipelineModule):
-    """Six layers in float64, two more with ``dropout``; ``samples_read`` until somebody has taken note of them."""
+    """Six layers in float64, two more with ``dropout``."""
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ def _data(samples: int, seed: int) -> TensorDataset:
 
 
 def trainer_options(recipe: Recipe, directory: Path, checkpoints: Path | None = None) -> dict[str, Any]:
-    """The arguments of a Trainer that follow from ``recipe``: what is logged, kept and decided."""
+    """The arguments of a Trainer that follow from ``recipe``."""
     folder = directory / CHECKPOINTS if checkpoints is None else checkpoints
     callbacks: list[L.Callback] = [Tally(), LearningRateMonitor("step")]
     if recipe.monitored:

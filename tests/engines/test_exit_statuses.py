@@ -1,9 +1,5 @@
-"""Every way to end, with real processes: the exit statuses are those of the table in docs/operations.md.
+"""Every way to end has the exit statuses of the table in docs/operations.md."""
 
-The table is read from the page, so neither can change without the other.
-"""
-
-import contextlib
 import os
 import re
 import signal
@@ -136,10 +132,7 @@ class Run:
 
     def end(self) -> None:
         for process in self._everybody:
-            if process.popen.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.popen.send_signal(signal.SIGCONT)
-                process.popen.kill()
+            process.popen.kill()
             process.popen.wait(20)
 
 

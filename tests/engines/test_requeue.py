@@ -4,13 +4,10 @@ SLURM's part is played by this process: it sets the variables, sends the signals
 ``make test-slurm`` does the same with a real cluster.
 """
 
-import json
 import os
-import queue
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -38,48 +35,14 @@ echo "$@ with $complete checkpoint and $unfinished unfinished" >> {calls}
 """
 
 
-class Srun:
-    """A running ``fake_srun.py``."""
-
-    def __init__(self) -> None:
-        command = [sys.executable, str(HERE / "fake_srun.py")]
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self._process = subprocess.Popen(command, cwd=HERE, env={**os.environ, "OMP_NUM_THREADS": "1"}, **pipes)
-        self._said: dict[int, int] = {}
-        self._started: queue.SimpleQueue[int] = queue.SimpleQueue()
-        threading.Thread(target=self._listen, daemon=True).start()
-
-    def start(self, **task: Any) -> int:
-        """Starts a task; returns the number of its process."""
-        self._process.stdin.write(json.dumps(task) + "\n")
-        self._process.stdin.flush()
-        return self._started.get(timeout=100)
-
-    def status(self, pid: int) -> int | None:
-        """How a task ended; None while it lives."""
-        return self._said.get(pid)
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def _listen(self) -> None:
-        for line in self._process.stdout:
-            said = json.loads(line)
-            if "status" in said:
-                self._said[said["pid"]] = said["status"]
-            else:
-                self._started.put(said["pid"])
-
-
 class Job:
     """A job of four tasks on two nodes, with its coordinator."""
 
-    def __init__(self, srun: Srun, folder: Path, **variables: str) -> None:
-        self._srun, self.folder, self._parent = srun, folder / "run", folder
+    def __init__(self, folder: Path, **variables: str) -> None:
+        self.folder, self._parent = folder / "run", folder
         self._calls = folder / "calls"
         self._coordinator: subprocess.Popen[str] | None = None
-        self.tasks: list[int] = []
+        self.tasks: list[subprocess.Popen[str]] = []
         programs = folder / "programs"
         programs.mkdir()
         self.folder.mkdir()
@@ -106,26 +69,24 @@ class Job:
             place = {"SLURM_PROCID": rank, "SLURM_NODEID": rank // 2, "SLURM_LOCALID": rank % 2}
             own = {name: str(value) for name, value in place.items()}
             own |= {"RECYCLE_COORDINATOR": address, "RECYCLE_NODE": f"node{rank // 2}", **environment}
-            argv = ["slurm_training.py", str(self.folder), str(STEPS), "0.05", *arguments]
-            log = str(self._parent / f"task{rank}.log")
-            self.tasks.append(self._srun.start(argv=argv, environ={**self._environment, **own}, log=log))
+            command = [sys.executable, "slurm_training.py", str(self.folder), str(STEPS), "0.05", *arguments]
+            with open(self._parent / f"task{rank}.log", "w") as output:
+                streams = {"stdout": output, "stderr": output, "text": True}
+                env = {**self._environment, **own}
+                self.tasks.append(subprocess.Popen(command, cwd=HERE, env=env, **streams))
 
     def await_step(self, step: int) -> None:
         for rank in range(4):
             self._await_line(f"task{rank}", f"step {step}\n")
 
-    def signal(self, signum: signal.Signals, *ranks: int) -> None:
-        for rank in ranks or range(4):
-            os.kill(self.tasks[rank], signum)
-
-    def status(self, rank: int) -> int | None:
-        """How a task ended; None while it lives."""
-        return self._srun.status(self.tasks[rank])
+    def signal(self, signum: signal.Signals) -> None:
+        for task in self.tasks:
+            task.send_signal(signum)
 
     def statuses(self) -> list[int | None]:
         """How the tasks ended."""
-        wait_for(lambda: all(self._srun.status(task) is not None for task in self.tasks), 60)
-        return [self._srun.status(task) for task in self.tasks]
+        wait_for(lambda: all(task.poll() is not None for task in self.tasks), 200)
+        return [task.poll() for task in self.tasks]
 
     @property
     def calls(self) -> list[str]:
@@ -136,34 +97,24 @@ class Job:
         return "\n".join(path.read_text() for path in sorted(self._parent.glob("*.log")))
 
     def close(self) -> None:
-        for task in self.tasks:
-            if self._srun.status(task) is None:
-                os.kill(task, signal.SIGKILL)
-        if self._coordinator is not None:
-            self._coordinator.kill()
-            self._coordinator.wait()
+        for process in [*self.tasks, *([self._coordinator] if self._coordinator is not None else [])]:
+            process.kill()
+            process.wait()
         self.tasks.clear()
 
     def _await_line(self, name: str, words: str) -> str:
         log = self._parent / f"{name}.log"
-        assert wait_for(lambda: log.exists() and words in log.read_text(), 90), self.output()
+        assert wait_for(lambda: log.exists() and words in log.read_text(), 200), self.output()
         return next(line for line in log.read_text().splitlines(keepends=True) if words in line).rstrip("\n")
 
 
-@pytest.fixture(scope="module")
-def srun() -> Iterator[Srun]:
-    made = Srun()
-    yield made
-    made.close()
-
-
 @pytest.fixture
-def jobs(srun, tmp_path) -> Iterator[Callable[..., Job]]:
+def jobs(tmp_path) -> Iterator[Callable[..., Job]]:
     """Makes a job."""
     made: list[Job] = []
 
     def make(**arguments: Any) -> Job:
-        made.append(Job(srun, tmp_path, **arguments))
+        made.append(Job(tmp_path, **arguments))
         return made[-1]
 
     yield make
@@ -201,15 +152,12 @@ def test_all_save_and_then_one_requeues(faults, variables, name, jobs):
     check_resumed(job)
 
 
-def test_sigterm_to_one_task_is_its_departure_and_to_all_the_end_of_the_run(jobs):
+def test_sigterm_to_all_ends_the_run_with_a_checkpoint_and_requeues_nothing(jobs):
     job = jobs()
     job.start()
     job.await_step(3)
-    job.signal(signal.SIGTERM, 1)
-    assert wait_for(lambda: job.status(1) is not None, 60), job.output()
-    gone = job.status(1)
-    job.signal(signal.SIGTERM, 0, 2, 3)
-    assert job.statuses() == [ENDED, gone, ENDED, ENDED], job.output()
+    job.signal(signal.SIGTERM)
+    assert job.statuses() == [ENDED] * 4, job.output()
     assert [path.name for path in job.folder.iterdir()] == ["hpc_ckpt_1.ckpt"], job.output()
     assert not job.calls  # who ends a job by SIGTERM alone may have cancelled it
 

@@ -22,7 +22,7 @@ KEY = "the key of this test"
 
 
 class Cluster:
-    """A standalone coordinator and workers of ``outside_worker.py``, on a 2 x 2 grid."""
+    """A standalone coordinator and four workers of ``outside_worker.py``."""
 
     def __init__(self, folder: Path, steps: int, seconds: float, *options: str) -> None:
         self.port = free_port("127.0.0.1")

@@ -1,7 +1,4 @@
-"""What cannot work is refused with an error that names the value and the remedy, in the launching process.
-
-The flags and callbacks of Lightning's that are refused are in tests/parity/test_parity_refused.py.
-"""
+"""What cannot work is refused with an error that names the value and the remedy."""
 
 import subprocess
 import sys

@@ -1,7 +1,4 @@
-"""Two workers that both reach the coordinator but not each other: one goes, the others end with the same weights.
-
-Each worker has a machine of its own (a network namespace). Their cables meet at a hub, where the coordinator runs.
-"""
+"""Of two workers that do not reach each other one goes; the weights are exact."""
 
 import signal
 import subprocess

@@ -27,8 +27,9 @@ MOMENTS = ("before it begins", "once it has begun", "before it ends", "once it h
 
 
 class Watcher(L.Callback):
-    """Follows the reductions of gradients on all workers, notes in ``folder`` which began before REDUCE, and kills at
-    one of them: ``kill`` is a worker, the number of its reduction in ``step``, and a moment.
+    """Follows the reductions of gradients, and kills a worker at one of them.
+
+    ``folder`` has which began before REDUCE; ``kill`` is a worker, the number of its reduction, and a moment.
     """
 
     def __init__(self, folder: Path | None = None, kill: Any = None, step: int = 2) -> None:

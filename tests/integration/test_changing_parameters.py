@@ -1,7 +1,4 @@
-"""Parameters that change while several stages train, and gradients that no optimizer has.
-
-Those of an ordinary module in one stage come, go, freeze and change places in test_drawn_modules.py.
-"""
+"""Parameters that change in several stages, and gradients that no optimizer has."""
 
 import itertools
 from typing import Any

@@ -1,10 +1,9 @@
 """A coordinator that is killed and started again goes on with the run: no step is lost, the weights are exact."""
 
-import signal
 import time
 
 import pytest
-from support.waiting import PATIENCE, wait_for
+from support.waiting import PATIENCE
 from surviving import cluster
 
 from lightning_recycle.control.client import EXIT_LOST_COORDINATOR
@@ -39,14 +38,3 @@ def test_without_the_file_the_workers_end_and_the_log_says_what_to_do(tmp_path):
         codes = [worker.wait(PATIENCE) for worker in run.workers]
         assert codes == [EXIT_LOST_COORDINATOR] * 4, run.words()
         assert "start it again from its newest checkpoint" in run.words()
-
-
-def test_workers_that_have_given_up_a_stopped_coordinator_go_on_with_another_one(tmp_path):
-    with cluster(tmp_path, 16, 0.1) as run:
-        run.start("--coordinator-timeout", "2")
-        run.await_step(4)
-        run.coordinator.send_signal(signal.SIGSTOP)
-        assert wait_for(lambda: run.words().count("looks for another one") == 4, PATIENCE), run.words()
-        run.kill_coordinator()
-        run.start_coordinator()
-        assert '"kind": "failure"' not in run.end()

@@ -1,8 +1,4 @@
-"""Another plan in the middle of a training, because a worker became slow: the weights are those of no change at all.
-
-Everybody waits before step ``CHANGE`` until the coordinator has announced the change, so that it falls on that step
-however slow the machine is.
-"""
+"""Another plan in the middle of a training, as a worker became slow, is exact."""
 
 import os
 import signal

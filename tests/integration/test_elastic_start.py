@@ -11,7 +11,6 @@ from support.models import GLOBAL_BATCH, GLOBAL_MICROBATCHES, Regression, datase
 from support.options import recycle_strategy
 from support.sampling import sampled
 from support.training import QUIET, TOLERANCE, committed_steps, difference, failures, plain_loop
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_recycle import ConfigurationError, UnsupportedFeatureError
@@ -19,11 +18,6 @@ from lightning_recycle import ConfigurationError, UnsupportedFeatureError
 LENGTH = 16
 DATA = dataset(GLOBAL_BATCH * LENGTH)
 PIPELINES = 3
-
-
-class Logging(Regression):
-    def on_training_loss(self, loss: Tensor) -> None:
-        self.log("loss", loss, on_step=True, on_epoch=True)
 
 
 def train(devices: int, stages: int = 2, model: Any = None, **arguments: Any) -> tuple[Any, L.Trainer]:
@@ -66,15 +60,6 @@ def test_more_workers_than_the_batch_has_pipelines_share_it(devices: int, stages
     (schedule, *_) = run.strategy.schedules
     loads = [sum(op.kind == "F" for op in schedule.program(worker)) for worker in schedule.live_workers]
     assert max(loads) <= -(-GLOBAL_MICROBATCHES // (devices // stages)), "each has its share"
-
-
-def test_epoch_metrics_do_not_depend_on_the_number_of_workers() -> None:
-    logged = []
-    for devices in (1, 5):
-        _, run = train(devices, 1, model=Logging().double(), strategy={"max_pipelines": 5})
-        logged.append({name: float(value) for name, value in run.callback_metrics.items()})
-    assert logged[0] == pytest.approx(logged[1], rel=1e-10)
-    assert logged[0].keys() == {"loss", "loss_step", "loss_epoch"}
 
 
 @pytest.mark.parametrize(

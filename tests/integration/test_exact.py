@@ -1,7 +1,4 @@
-"""Whatever fails, the weights equal those of a plain loop in one process (invariant 1), to 1e-10 in float64.
-
-Kills at each operation are in test_exhaustive_kills.py.
-"""
+"""Whatever fails, the weights equal those of a plain loop in one process."""
 
 import copy
 import functools

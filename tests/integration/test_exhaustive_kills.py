@@ -1,8 +1,4 @@
-"""A kill at every operation of every worker's program: the weights are always those of no failure.
-
-All of them: ``python -m pytest -m exhaustive tests/integration/test_exhaustive_kills.py`` (about 1,400 runs, half a
-second to a second each).
-"""
+"""A kill at any operation of any worker's program: the weights are exact."""
 
 import functools
 import itertools

@@ -12,7 +12,7 @@ from support.growth import AwaitReplacement, rejoined
 from support.models import Scheduled, dataset
 from support.training import failures, fit
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 from lightning_recycle.callbacks import Fault
@@ -43,6 +43,14 @@ def hooks_of(cls: type) -> dict[str, Callable[..., Any]]:
     return {name: function for name, function in functions.items() if name.startswith("on_")}
 
 
+class CheckedData(TensorDataset):
+    trainer: L.Trainer | None = None
+
+    def __getitem__(self, index: Any) -> Any:
+        check(CheckedData.trainer, "__getitem__")
+        return super().__getitem__(index)
+
+
 class CheckedCallback(L.Callback):
     """Every hook of a callback."""
 
@@ -50,7 +58,7 @@ class CheckedCallback(L.Callback):
 
     @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self.trainer = trainer
+        self.trainer = CheckedData.trainer = trainer
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -116,7 +124,8 @@ def test_no_code_of_the_users_around_an_operation_runs_within_one_that_has_a_usu
     """Through a validation, checkpoints, the leader's death, a recovery and a rejoin."""
     callbacks = [TellLogger(), CheckedCallback(), ModelCheckpoint(tmp_path, every_n_train_steps=3)]
     run = fit(
-        CheckedModel().double(), 2, 2, [Fault("kill", 0, 1, 4)], callbacks=[*callbacks, AwaitReplacement([8])],
+        CheckedModel().double(), 2, 2, [Fault("kill", 0, 1, 4)], CheckedData(*dataset().tensors),
+        callbacks=[*callbacks, AwaitReplacement([8])],
         val=DataLoader(dataset(24), batch_size=12), val_check_interval=5, enable_checkpointing=True,
         logger=CheckedLogger(tmp_path), log_every_n_steps=1, strategy={"max_restarts": 10},
     )  # fmt: skip

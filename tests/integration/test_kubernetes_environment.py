@@ -1,8 +1,4 @@
-"""What the manifests of examples/kubernetes say, done by hand on two nodes, which are network namespaces.
-
-That is: the pods' environment and commands, a service whose name is found late, a pod that is deleted, a node that is
-lost, and what comes in their places.
-"""
+"""What the manifests of examples/kubernetes say, done by hand on two nodes."""
 
 import contextlib
 import shutil

@@ -26,7 +26,7 @@ SAMPLE = 4 * GLOBAL_BATCH + 5  # belongs to step 4
 
 
 class Trouble:
-    """Raises an exception, once in the whole run or always; each time leaves a file named after the process."""
+    """Raises an exception, once in the run or always, and notes the process."""
 
     def __init__(self, folder: Path, error: Exception, once: bool = True) -> None:
         self.folder, self.error, self.once = folder, error, once

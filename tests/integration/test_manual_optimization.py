@@ -28,7 +28,7 @@ EPOCHS = 2
 
 
 class GAN(L.LightningModule):
-    """Two networks that train against each other; a worker dies at a (rank, step, place in the step)."""
+    """Two networks that train against each other; a worker dies at a place of a step."""
 
     def __init__(self, dies: tuple[int, int, str] | None = None) -> None:
         super().__init__()
@@ -346,7 +346,7 @@ class StepsSchedulers(Regression):
 
 
 class Remembers(Regression):
-    """Its output follows a hidden state, of which each place of the batch has its own; an epoch begins afresh."""
+    """Its output follows a hidden state, of which each place of the batch has one."""
 
     def __init__(self) -> None:
         super().__init__()

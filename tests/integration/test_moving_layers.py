@@ -128,19 +128,6 @@ def test_random_layouts_of_layers_that_draw(seed, stages):
     assert difference(still.state_dict(), moved.state_dict()) < TOLERANCE
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("sizes", "culprit", "every"),
-    sampled(itertools.product([(1, 5), (2.5, 3.5)], [(1, 0), (1, 1)], [0, 2]), 1, rest=pytest.mark.long),
-)
-def test_computations_are_checked_after_layers_have_moved(sizes, culprit, every):
-    fault = Fault("bitflip", *culprit, step=7, target="matmul", every=1)
-    strategy = {**STAY, "verify": 1.0, "checksum_every": every}
-    run = exact_fit(Regression().double(), 3, 2, [fault], callbacks=[Move({2: sizes})], strategy=strategy)
-    assert moves(run) == [(0, sizes[0], 6)]
-    assert [(event.worker, event.step) for event in happened(run, "corruption")] == [(culprit, 7)]
-
-
 def test_a_worker_that_joins_gets_the_layers_of_its_stage():
     """It was started with those of the beginning."""
     run = exact_fit(

@@ -1,7 +1,4 @@
-"""State in places that only a walk over all objects finds: hooks, replaced methods, settings, shared memory, files.
-
-Each module trains on one device, and on two workers of which one is killed and replaced after hooks have changed it.
-"""
+"""State in places that only a walk over all objects finds."""
 
 from pathlib import Path
 from types import MethodType

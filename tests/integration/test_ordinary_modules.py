@@ -1,7 +1,4 @@
-"""Modules that know nothing of pipelines train as on one device, with one stage, whoever dies.
-
-Flags, callbacks, data, metrics and predictions are in tests/parity/test_parity_ordinary_matrix.py.
-"""
+"""Modules that know nothing of pipelines train as on one device, in one stage."""
 
 import copy
 from pathlib import Path

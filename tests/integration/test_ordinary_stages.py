@@ -1,8 +1,4 @@
-"""A LightningModule that knows nothing of pipelines trains in several stages as on one device, whoever dies.
-
-What a step may be, and what is refused, is in tests/model/test_chain_parts.py; flags, callbacks and metrics are in
-tests/parity/test_parity_ordinary_matrix.py.
-"""
+"""Modules that know nothing of pipelines train in several stages as on one device."""
 
 from functools import cache
 from typing import Any

@@ -1,9 +1,4 @@
-"""A checkpoint has one truth: whenever its writer dies, its file counts for all workers, or for none of them.
-
-The writer dies right before or after it announces a file, gives it its name, or says so; then, in some runs, so does
-the worker that leads next, before it can name the file. Afterwards the files are those that the callbacks remember,
-each with the weights of its step, and training is exact.
-"""
+"""Whenever the writer of a checkpoint dies, its file counts for all, or for none."""
 
 import itertools
 import os

@@ -1,7 +1,4 @@
-"""Positions of several processes: weights equal those of a plain loop, whichever member of a position is lost.
-
-Tensor parallelism, FSDP2, and both. What only FSDP2 has is in test_fsdp.py.
-"""
+"""Positions of several processes: weights are exact, whichever member is lost."""
 
 import time
 from multiprocessing import forkserver

@@ -29,34 +29,18 @@ def saving(folder: Path) -> ModelCheckpoint:
     return ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=2)
 
 
-RUNS: list[Any] = [
-    (sh.Ordinary, sh.TENSOR, ONE, False),
-    pytest.param(sh.Ordinary, sh.TENSOR, ONE, True, marks=pytest.mark.long),
-    *(
-        pytest.param(module, writer, reader, sharded, marks=pytest.mark.long)
-        for module, sharded, grids in [
-            (
-                sh.Ordinary,
-                False,
-                [
-                    (sh.TENSOR, FOUR),
-                    (ONE, sh.TENSOR),
-                    (FOUR, sh.TENSOR),
-                    (sh.FSDP, (4, 1, 1, 1)),
-                    ((1, 1, 2, 2), sh.FSDP),
-                ],
-            ),
-            (sh.Ordinary, True, [(sh.TENSOR, FOUR), (ONE, sh.TENSOR), (FOUR, sh.TENSOR)]),
-            # With stages the names of parameters are others.
-            (
-                sh.Piped,
-                True,
-                [((2, 2, 2), (1, 2, 1)), ((1, 2, 1), (2, 2, 2)), ((2, 2, 2), FOUR), (sh.TENSOR, (1, 2, 2))],
-            ),
-        ]
-        for writer, reader in grids
-    ),
+LONG = [
+    (sh.Ordinary, sh.TENSOR, ONE, True),
+    *((sh.Ordinary, *grids, sharded) for sharded in (False, True) for grids in MEMBERS),
+    (sh.Ordinary, sh.FSDP, (4, 1, 1, 1), False),
+    (sh.Ordinary, (1, 1, 2, 2), sh.FSDP, False),
+    # With stages the names of parameters are others.
+    (sh.Piped, (2, 2, 2), (1, 2, 1), True),
+    (sh.Piped, (1, 2, 1), (2, 2, 2), True),
+    (sh.Piped, (2, 2, 2), FOUR, True),
+    (sh.Piped, sh.TENSOR, (1, 2, 2), True),
 ]
+RUNS = [(sh.Ordinary, sh.TENSOR, ONE, False), *(pytest.param(*run, marks=pytest.mark.long) for run in LONG)]
 
 
 @pytest.mark.parametrize(("module", "writer", "reader", "sharded"), RUNS, ids=sh.name)

@@ -1,8 +1,4 @@
-"""A member of a position is killed at every collective of its layers, and at every place outside of a step.
-
-All kills at collectives: ``python -m pytest -m exhaustive tests/integration/test_sharded_kills.py`` (256 runs, three
-seconds each).
-"""
+"""A member of a position is killed at any collective, or outside of a step."""
 
 import itertools
 from typing import Any

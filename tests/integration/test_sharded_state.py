@@ -1,7 +1,4 @@
-"""Sharded state goes to a replacement, whatever made it: the optimizer, a checkpoint file, an automatic restart.
-
-Weights and the user's own sharded tensors equal those of a plain loop.
-"""
+"""Sharded state goes to a replacement: the optimizer's, and that of checkpoints."""
 
 import itertools
 import json

@@ -76,8 +76,9 @@ class Halves(Callback):
 
 
 class PartsWays(Callback):
-    """In the first attempt of ``step`` workers part ways once all gradients are summed: one is killed, those in
-    ``lack`` lack the sums, as if they had not arrived, and the others have them, and step.
+    """In ``step`` workers part ways once all gradients are summed.
+
+    One is killed, those in ``lack`` lack the sums, as if they had not arrived, and the others have them, and step.
     """
 
     def __init__(self, step: int, killed: int, lack: Collection[int]) -> None:

@@ -15,17 +15,15 @@ import lightning as L
 import psutil
 import pytest
 import torch
-from supervised import BALLAST, IMPATIENCE
-from support.growth import Marks, Meanwhile, mark_of
+from supervised import BALLAST
+from support.growth import Meanwhile
 from support.models import GLOBAL_BATCH, Regression, dataset
 from support.process_tree import descendants, is_alive, worker_processes
 from support.sampling import sampled
 from support.scripts import started
-from support.training import exact_fit, trainer, undisturbed
+from support.training import exact_fit, trainer
 from support.waiting import PATIENCE, wait_for
 from torch.utils.data import DataLoader
-
-from lightning_recycle.callbacks import HeartbeatCallback
 
 HERE = Path(__file__).parent
 
@@ -70,21 +68,6 @@ def test_a_killed_launching_process_takes_its_workers_with_it(tmp_path):
 
 
 @pytest.mark.long
-def test_a_launching_process_that_stays_stopped_does_not_hold_its_workers(tmp_path):
-    directory = tmp_path / "checkpoints"
-    with supervised(directory, "impatient") as process:
-        workers = worker_processes(process.pid)
-        process.send_signal(signal.SIGSTOP)
-        began = time.monotonic()
-        assert wait_for(lambda: not any(map(is_alive, workers)), 30)
-        assert IMPATIENCE / 2 < time.monotonic() - began < 4 * IMPATIENCE
-        process.send_signal(signal.SIGCONT)
-        _, errors = process.communicate(timeout=PATIENCE)
-        assert process.returncode == 1
-    assert "StageLostError" in errors
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("at", sampled(["start", "training"], 1, seed=1))
 def test_ctrl_c_in_a_terminal_tells_no_failures(at, tmp_path):
     """It reaches every process of the job: the fork server and what it forks, too."""
@@ -120,22 +103,6 @@ def test_a_job_in_the_background_ignores_ctrl_c(tmp_path):
         process.terminate()
         process.communicate(timeout=PATIENCE)
     assert process.returncode == 143
-
-
-@pytest.mark.long
-def test_a_stopped_launching_process_goes_on_where_it_was(tmp_path):
-    """As by Ctrl-Z, or in a debugger: the workers wait for it, and nobody is declared dead."""
-
-    def stop(_: Any) -> None:
-        script = f"import os, time; os.kill({os.getpid()}, 19); time.sleep(3); os.kill({os.getpid()}, 18)"
-        subprocess.run([sys.executable, "-S", "-c", script], check=True)
-
-    data = dataset(GLOBAL_BATCH * 30)
-    callbacks = [HeartbeatCallback(interval=0.2, timeout=1.5), Slow(), Marks(tmp_path)]
-    with Meanwhile(lambda: mark_of(tmp_path, 3, 0), stop):
-        run = exact_fit(Regression().double(), 2, 2, data=data, max_steps=30, callbacks=callbacks)
-    assert undisturbed(run)
-    assert max(event.seconds or 0 for event in run.strategy.history) > 2.5  # it really was stopped
 
 
 @pytest.mark.parametrize(

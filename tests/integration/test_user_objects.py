@@ -1,7 +1,4 @@
-"""Whatever users keep in their objects is there after a restart, and after the training.
-
-What a replacement has of it is judged in test_newcomers.py, test_odd_places.py and test_drawn_modules.py.
-"""
+"""Whatever users keep in their objects is there after a restart and a training."""
 
 import re
 from functools import partial

@@ -1,6 +1,4 @@
-"""Computations of other modules and machines are checked as well: ordinary modules, whose step must leave nothing
-behind when it is run once more; machines that round in another way; values that cannot be sent.
-"""
+"""Computations of ordinary modules, and of machines of other kinds, are checked."""
 
 import itertools
 from dataclasses import replace

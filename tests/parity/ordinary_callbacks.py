@@ -36,23 +36,23 @@ def several_checkpoints(root: Path) -> list[Any]:
     by_step = {"monitor": "train_loss_step", "every_n_train_steps": 2, "save_top_k": 3, "mode": "max"}
     return [
         cb.ModelCheckpoint(root / "best", **best),
-        cb.ModelCheckpoint(root / "steps", every_n_train_steps=3, save_top_k=-1, save_weights_only=True),
-        cb.ModelCheckpoint(root / "timed", train_time_interval=timedelta(seconds=0), save_top_k=-1),
         cb.ModelCheckpoint(root / "by_step", **by_step, filename="{step}-{train_loss_step:.4f}"),
         cb.ModelCheckpoint(root / "by_epoch", monitor="train_loss_epoch", save_on_train_epoch_end=True),
+        cb.ModelCheckpoint(root / "steps", every_n_train_steps=3, save_top_k=-1, save_weights_only=True),
+        cb.ModelCheckpoint(root / "timed", train_time_interval=timedelta(seconds=0), save_top_k=-1),
     ]
 
 
 def monitored(session: Session) -> None:
-    """Until it is stopped, with all that measures; then its best checkpoint is tested."""
+    """Until it is stopped; then the best checkpoint is tested."""
     fits(
         lambda: Scheduled(0.4), lambda: ScheduledPipeline(0.4), max_epochs=20, enable_checkpointing=True,
         trainer=to_both, callbacks=lambda root: [
-            cb.EarlyStopping("val_loss", patience=2), *several_checkpoints(root)[:3],
-            cb.LearningRateMonitor(log_momentum=True), cb.ThroughputMonitor(batch_size_fn=batch_size, window_size=2),
-            cb.DeviceStatsMonitor(cpu_stats=True), cb.Timer("00:00:10:00"),
+            cb.EarlyStopping("val_loss", patience=2), several_checkpoints(root)[0],
+            cb.LearningRateMonitor(log_momentum=True), cb.DeviceStatsMonitor(cpu_stats=True), cb.Timer("00:00:10:00"),
         ],
     )(session)  # fmt: skip
+    session.run.results["stopped"] = callback(session.run, cb.EarlyStopping).stopped_epoch  # the next line sets it back
     session.run.results["best"] = session.run.trainer.test(
         session.run.module, session.data.validation(), ckpt_path="best", weights_only=False, verbose=False
     )
@@ -198,7 +198,7 @@ def traced(run: same.Run) -> bool:
 
 CALLBACKS: dict[str, Case] = {
     "EarlyStopping": Case(("`EarlyStopping`", "learning-rate schedulers, `ReduceLROnPlateau`"), monitored,
-        lambda run: 1 < callback(run, cb.EarlyStopping).stopped_epoch < 19, at=("training", 9)),
+        lambda run: 1 < run.results["stopped"] < 19, at=("training", 9)),
     "ModelCheckpoint": Case(("`ModelCheckpoint`",),
         fits(lambda: Scheduled(0.4), callbacks=several_checkpoints, enable_checkpointing=True, max_epochs=3),
         lambda run: callback(run, cb.ModelCheckpoint).best_model_path),

@@ -35,7 +35,7 @@ def fits(
     dtype: torch.dtype = torch.float64,
     **options: Any,
 ) -> Script:
-    """A script that trains for two epochs of four batches, unless ``options`` of the Trainer say otherwise."""
+    """A script that trains for two epochs of four batches, or as ``options`` say."""
 
     def script(session: Session) -> None:
         session.data.dtype = dtype

@@ -28,7 +28,7 @@ class LogsNorms(Ordinary):
 
 
 class PipelineLogsNorms(same.Classifier):
-    """Logs norms of the module and of one of its layers; all workers find them, and a shared weight counts once."""
+    """Logs norms of the module and of a layer, on all workers; stages share a weight."""
 
     def configure_pipeline(self) -> list[Any]:
         torch.manual_seed(0)

@@ -19,7 +19,7 @@ from lightning_recycle.launch.launcher import RunAttempt
 
 @dataclass(frozen=True)
 class Refusal:
-    """A script that is refused before anything starts, as ``rows`` of docs/trainer_flags.md say."""
+    """A script that is refused before anything starts, as rows of the page say."""
 
     rows: tuple[str, ...]
     script: Script

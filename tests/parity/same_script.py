@@ -1,10 +1,6 @@
 """One training script, run on one device and on a grid of 2 pipelines x 2 stages, and what both left behind.
 
-A script is a module, data and a Trainer; :func:`on_one_device` runs it with ``strategy="auto"``, :func:`on_a_grid` with
-``"recycle"``. The DataLoader's batch size is the only thing that differs: it is per pipeline on the grid. Everything
-observable ends up in a :class:`Run`, and :func:`assert_same` compares two values of whatever shape.
-
-Classes live in a module of their own, so that worker processes can import them.
+The DataLoader's batch size is the only thing that differs: it is per pipeline on the grid.
 """
 
 import inspect
@@ -203,7 +199,7 @@ for _name in MODULE_HOOKS:
 
 @dataclass
 class Run:
-    """What a script left behind: Trainer and module of the launching process, and what each entry point returned."""
+    """What a script left behind in the launching process."""
 
     trainer: Any
     module: Any

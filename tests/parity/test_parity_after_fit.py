@@ -1,7 +1,4 @@
-"""After a run the Trainer of the launching process is as after the same run on one device, attribute by attribute.
-
-What may differ is written down in :data:`seen_attributes.DIFFERS`, with the reason.
-"""
+"""After a run the Trainer is as on one device, attribute by attribute."""
 
 from collections.abc import Iterator
 from copy import deepcopy

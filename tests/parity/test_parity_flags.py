@@ -1,8 +1,4 @@
-"""Trainer flags and callbacks mean for a PipelineModule on a grid what they mean on one device.
-
-The cases are those of ordinary modules, whose matrix is in test_parity_ordinary_matrix.py; here are besides those in
-which there is little to train or to validate, batches that are dicts, and flags that follow a clock.
-"""
+"""Flags and callbacks mean for a PipelineModule what they mean on one device."""
 
 import time
 from collections.abc import Iterator

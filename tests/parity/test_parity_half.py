@@ -1,9 +1,4 @@
-"""``16-mixed``: the scale of the loss, and every decision to skip a step, are those of one device, whoever dies.
-
-Autocast leaves float64 alone and powers of two are exact, so a module in float64 under the same plugin tells to 1e-10
-whether its gradients are scaled, unscaled and clipped where they should be. Lightning turns ``precision="16-mixed"``
-on a CPU into ``bf16-mixed``; the plugin itself works there.
-"""
+"""``16-mixed``: the scale of the loss and skipped steps are those of one device."""
 
 import itertools
 from typing import Any

@@ -1,8 +1,4 @@
-"""Training data of every kind: what it gives on one device, also after a kill, on a replacement and resumed.
-
-Several DataLoaders at once in every mode of CombinedLoader; batches that are given (any iterable, batch samplers of
-one's own, DataLoaders without batching); samplers with a state.
-"""
+"""Data of every kind give what they give on one device, whoever dies or resumes."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

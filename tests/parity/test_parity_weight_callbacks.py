@@ -1,7 +1,4 @@
-"""Callbacks that average, freeze or thaw weights do on a grid what they do on one device, whoever dies and joins.
-
-In validation, in checkpoints, after ``fit``, and in runs that resume.
-"""
+"""Callbacks that average, freeze or thaw weights do what they do on one device."""
 
 import functools
 import itertools

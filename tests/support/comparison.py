@@ -9,8 +9,9 @@ from torch import Tensor
 
 
 def differences(one: Any, other: Any, tolerance: float, where: str = "") -> Iterator[str]:
-    """Each difference, with its place: floats within ``tolerance`` (relative above 1) are the same, all else is
-    equal.
+    """Each difference, with its place; floats are the same within ``tolerance``.
+
+    It is relative above 1; all else must be equal.
     """
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         one, other = one.cpu(), other.cpu()

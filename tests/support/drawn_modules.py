@@ -87,8 +87,10 @@ KINDS: dict[str, Kind] = {
 
 @dataclass(frozen=True)
 class Place:
-    """A value that a step changes from batch ``begins`` on: in the forward of ``layer``, or in the step; ``alike`` by
-    all micro-batches, or by their samples; ``hook`` sets it anew, once.
+    """A value that a step changes from batch ``begins`` on.
+
+    In the forward of ``layer``, or in the step; ``alike`` by all micro-batches, or by their samples; ``hook`` sets it
+    anew, once.
     """
 
     kind: str

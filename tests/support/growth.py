@@ -1,7 +1,4 @@
-"""What tests of replacements share: callbacks that wait for them, and views of the history.
-
-Classes live in a module of their own, so that worker processes can import them.
-"""
+"""What tests of replacements share: what waits for them, views of the history."""
 
 from __future__ import annotations
 
@@ -62,7 +59,7 @@ class AwaitWorkers(AwaitReplacement):
 
 
 class Marks(L.Callback):
-    """Tells the test which process runs which position: a file ``<rank>-<incarnation>-<pid>`` when it trains."""
+    """Makes a file ``<rank>-<incarnation>-<pid>`` when a process trains."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

@@ -1,7 +1,4 @@
-"""Strategies of hypothesis for what a stranger may say: messages of any content, damaged ones, any bytes.
-
-:func:`assault` says it to a coordinator.
-"""
+"""Strategies of hypothesis for what a stranger may say."""
 
 import dataclasses
 import os

@@ -22,7 +22,7 @@ class Numbers(Dataset[Tensor]):
 
 
 class Counts(Sampler[int]):
-    """Counts its epochs in an attribute that its class has; each has an order of its own."""
+    """Counts its epochs in an attribute of its class; each has an order of its own."""
 
     epoch = 0
 
@@ -38,7 +38,7 @@ class Counts(Sampler[int]):
 
 
 class Told(Sampler[int]):
-    """Has its order in an attribute, rotated by the epoch, and lists the epochs that were set."""
+    """Has its order in an attribute, rotated by the epoch; lists the epochs set."""
 
     def __init__(self, size: int) -> None:
         self.order = list(range(size))

@@ -42,8 +42,10 @@ def train_step(
     recomputed: Collection[int] = (),
     kept: Callable[[int], AbstractContextManager[Any]] | None = None,
 ) -> list[Tensor]:
-    """F of all micro-batches, then B of all, then W of all; returns their losses. Stages in ``recomputed`` compute
-    their forwards again right before each B; in the context ``kept`` layers have the values of a micro-batch.
+    """F of all micro-batches, then B of all, then W of all; returns their losses.
+
+    Stages in ``recomputed`` compute their forwards again right before each B; in the context ``kept`` layers have the
+    values of a micro-batch.
     """
     losses: dict[int, Tensor] = {}
     order = range(len(batches))

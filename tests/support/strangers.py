@@ -1,8 +1,4 @@
-"""Strangers: connections from somebody without the key of the run to every port at which its workers listen.
-
-They know what any user of the machine can know (``/proc/net/tcp``), how Gloo's wire looks and how long an opening of a
-link is. The inodes of ``/proc/PID/fd`` only keep them off the ports of other programs.
-"""
+"""Connections from somebody without the key of the run to ports of its workers."""
 
 import contextlib
 import os
@@ -81,7 +77,7 @@ KINDS: dict[str, Callable[[random.Random], list[bytes]]] = {
 
 
 def attack(address: Address, draw: random.Random) -> tuple[int, list[socket.socket], bool]:
-    """One draw of :data:`KINDS`, some reset at once: how many were tried, what is held, whether all were answered."""
+    """One draw of :data:`KINDS`: how many were tried, what is held, if all answered."""
     messages = KINDS[draw.choice(list(KINDS))](draw)
     held = []
     for number, message in enumerate(messages, start=1):
