@@ -61,8 +61,7 @@ class NoMemory(L.Callback):
 
 
 @pytest.mark.parametrize(
-    ("sharded", "kills"),
-    sampled(itertools.product([False, True], repeat=2), 1, rest=pytest.mark.long),
+    ("sharded", "kills"), sampled(itertools.product([False, True], repeat=2), 1, rest=pytest.mark.long)
 )
 def test_training_waits_for_a_checkpoint_of_whose_state_no_copy_fits(sharded, kills, tmp_path, caplog):
     faults = [WRITER_DIES] if kills else []

@@ -65,11 +65,7 @@ def test_more_workers_than_the_batch_has_pipelines_share_it(devices: int, stages
 @pytest.mark.parametrize(
     ("devices", "options", "words"),
     [
-        (
-            2,
-            {"min_pipelines": None},
-            "devices=2 hold 1 pipelines of 2 stages, .* begins with 3: use devices=6",
-        ),
+        (2, {"min_pipelines": None}, "devices=2 hold 1 pipelines of 2 stages, .* begins with 3: use devices=6"),
         (1, {}, "devices=1 hold 0 pipelines of 2 stages, and the run begins with 1: use devices=2."),
         (8, {}, "devices=8 are more than the 6 positions of num_pipelines=3 with 2 stages: use devices=6"),
         (6, {"max_pipelines": 2}, r"max_pipelines=2\): the run has 3 pipelines: give at least that many"),

@@ -12,17 +12,7 @@ import same_script as same
 import torch
 from lightning.pytorch import callbacks as cb
 from ordinary_flags import StopsAtOnce, fits
-from ordinary_runs import (
-    Case,
-    Ordinary,
-    Scheduled,
-    ScheduledPipeline,
-    Session,
-    WithExample,
-    columns,
-    files,
-    to_both,
-)
+from ordinary_runs import Case, Ordinary, Scheduled, ScheduledPipeline, Session, WithExample, columns, files, to_both
 from torch import Tensor
 
 
@@ -49,7 +39,7 @@ def monitored(session: Session) -> None:
         lambda: Scheduled(0.4), lambda: ScheduledPipeline(0.4), max_epochs=20, enable_checkpointing=True,
         trainer=to_both, callbacks=lambda root: [
             cb.EarlyStopping("val_loss", patience=2), several_checkpoints(root)[0],
-            cb.LearningRateMonitor(log_momentum=True), cb.DeviceStatsMonitor(cpu_stats=True), cb.Timer("00:00:10:00"),
+            cb.LearningRateMonitor(log_momentum=True), cb.Timer("00:00:10:00"),
         ],
     )(session)  # fmt: skip
     session.run.results["stopped"] = callback(session.run, cb.EarlyStopping).stopped_epoch  # the next line sets it back

@@ -22,7 +22,6 @@ UNSUITED = {
     "test_self_in_hooks.py::test_a_worker_that_dies_in_an_evaluation": _HOST,
     "test_self_in_hooks.py::test_dropout_draws_anew_in_each_call": _HOST,
     "test_self_in_hooks.py::test_every_hook_on_every_worker": _HOST,
-    "test_parity_callbacks.py::test_all_that_callbacks_and_loggers_leave": _NAME,
     "test_parity_collected.py::test_what_is_made_of_collected_outputs": _HOST,
     "test_parity_precision.py::test_a_precision_computes_in_the_same_dtypes[bf16-mixed": _AUTOCAST,
     "test_sharded_hooks.py::test_a_kill_at_a_collective_of_a_hook": _HOST,
