@@ -33,19 +33,12 @@ def several_checkpoints(root: Path) -> list[Any]:
     ]
 
 
-def monitored(session: Session) -> None:
-    """Until it is stopped; then the best checkpoint is tested."""
-    fits(
-        lambda: Scheduled(0.4), lambda: ScheduledPipeline(0.4), max_epochs=20, enable_checkpointing=True,
-        trainer=to_both, callbacks=lambda root: [
-            cb.EarlyStopping("val_loss", patience=2), several_checkpoints(root)[0],
-            cb.LearningRateMonitor(log_momentum=True), cb.Timer("00:00:10:00"),
-        ],
-    )(session)  # fmt: skip
-    session.run.results["stopped"] = callback(session.run, cb.EarlyStopping).stopped_epoch  # the next line sets it back
-    session.run.results["best"] = session.run.trainer.test(
-        session.run.module, session.data.validation(), ckpt_path="best", weights_only=False, verbose=False
-    )
+def watch(root: Path) -> list[Any]:
+    return [
+        cb.EarlyStopping("val_loss", patience=2),
+        cb.LearningRateMonitor(log_momentum=True),
+        cb.Timer("00:00:10:00"),
+    ]
 
 
 class Saves(cb.Callback):
@@ -187,8 +180,9 @@ def traced(run: same.Run) -> bool:
 
 
 CALLBACKS: dict[str, Case] = {
-    "EarlyStopping": Case(("`EarlyStopping`", "learning-rate schedulers, `ReduceLROnPlateau`"), monitored,
-        lambda run: 1 < run.results["stopped"] < 19, at=("training", 9)),
+    "EarlyStopping": Case(("`EarlyStopping`", "learning-rate schedulers, `ReduceLROnPlateau`"),
+        fits(lambda: Scheduled(0.4), lambda: ScheduledPipeline(0.4), max_epochs=20, trainer=to_both, callbacks=watch),
+        lambda run: 1 < callback(run, cb.EarlyStopping).stopped_epoch < 19, at=("training", 9)),
     "ModelCheckpoint": Case(("`ModelCheckpoint`",),
         fits(lambda: Scheduled(0.4), callbacks=several_checkpoints, enable_checkpointing=True, max_epochs=3),
         lambda run: callback(run, cb.ModelCheckpoint).best_model_path),

@@ -66,6 +66,9 @@ def script(session: same.Session) -> None:
         same.Classifier(lr=0.4), validates=True, max_epochs=EPOCHS, enable_checkpointing=True,
         callbacks=[*saving, Notes(session.root)],
     )  # fmt: skip
+    session.run.results["best"] = trainer.test(
+        trainer.lightning_module, session.data.validation(), ckpt_path="best", weights_only=False, verbose=False
+    )
     lines = (session.root / "notes.jsonl").read_text().splitlines()
     session.run.results["seen"] = [*map(json.loads, lines), seen(session.root, trainer)]
 
@@ -88,6 +91,7 @@ def test_files_paths_and_scores_are_the_same_in_every_epoch(stages, sharded, one
     for epoch, (one, grid) in enumerate(zip(one_device.results["seen"], run.results["seen"], strict=True)):
         for name in MODES:
             assert grid[name] == one[name], f"{name} in epoch {epoch}"
+    same.assert_same(one_device.results["best"], run.results["best"], same.FLOAT32_TOLERANCE)
     for path in tmp_path.rglob("*.ckpt"):
         assert damage(path) is None, path
     if not sharded:
