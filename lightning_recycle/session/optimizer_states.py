@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
-from itertools import count
 from typing import Any, TypeAlias
 from unittest.mock import patch
 
@@ -124,24 +123,17 @@ def merge_optimizer_states(
             f"The stages' optimizers have different numbers of parameter groups {sorted(num_groups)}: create the same"
             " groups on every stage in configure_optimizers(), empty ones included."
         )
-    owned: dict[str, Any] = {}
-    for stage, (stage_state, part_names) in enumerate(zip(stage_states, names, strict=True)):
-        for group, members in zip(stage_state["param_groups"], part_names, strict=True):
-            for index, name in zip(group["params"], members, strict=True):
-                if (stage, name) not in copies and index in stage_state["state"]:
-                    owned[name] = stage_state["state"][index]
-    numbers = _numbers(names, copies)
-    merged = merged_names(names, copies)
+    parts = [stage_optimizer_state(state, names, copies, stage) for stage, state in enumerate(stage_states)]
+    owned = {name: state for part in parts for name, state in part["state"].items()}
+    groups = parts[0]["param_groups"]
+    numbers = {name: number for number, name in enumerate(name for group in groups for name in group["params"])}
     return {
         **_common("optimizer.state_dict()", map(own_entries, stage_states)),
         "state": {
             **{number: owned[name] for name, number in numbers.items() if name in owned},
             **_common("optimizer.state", map(_without_parameter, stage_states)),
         },
-        "param_groups": [
-            {**group, "params": [numbers[name] for name in members]}
-            for group, members in zip(stage_states[0]["param_groups"], merged, strict=True)
-        ],
+        "param_groups": [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups],
     }
 
 
@@ -228,10 +220,6 @@ def _merge_orders(orders: Sequence[Sequence[str]]) -> list[str]:
             return list(merged)
         agreed = (h for h in heads if all(place.get(h, n) == n for place, n in zip(places, nexts, strict=True)))
         merged[next(agreed, heads[0])] = None
-
-
-def _numbers(names: Sequence[GroupNames], copies: Copies) -> dict[str, int]:
-    return dict(zip((name for members in merged_names(names, copies) for name in members), count(), strict=False))
 
 
 def stage_optimizer_state(
