@@ -21,7 +21,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, MISSING, dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -41,7 +41,7 @@ from lightning_recycle.arguments import (
 )
 from lightning_recycle.errors import ConfigurationError, InjectedFaultError, suggestion
 from lightning_recycle.planning.grid import Op, OpKind
-from lightning_recycle.runtime.worker_links import drop_everything
+from lightning_recycle.runtime.worker_links import borrowed, drop_everything
 from lightning_recycle.torch_internals import TorchDispatchMode
 
 KINDS = ("kill", "exit", "exception", "hang", "deadlock", "slow", "partition", "preempt", "bitflip")
@@ -345,19 +345,9 @@ def _cut_all_sockets() -> None:
         # Another thread may close a descriptor at any moment; then there is nothing to cut off.
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                with _borrowed(int(name)) as sock:
-                    if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
+                with borrowed(int(name)) as sock:
+                    if sock and sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
                         _cut(sock)
-
-
-@contextlib.contextmanager
-def _borrowed(descriptor: int) -> Iterator[socket.socket]:
-    """The socket behind ``descriptor``, not duplicated, as others count descriptors."""
-    sock = socket.socket(fileno=descriptor)
-    try:
-        yield sock
-    finally:
-        sock.detach()
 
 
 def _cut(sock: socket.socket) -> None:

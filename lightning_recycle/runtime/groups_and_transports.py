@@ -26,7 +26,7 @@ import select
 import socket
 import struct
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal, Protocol, TypeAlias
@@ -44,6 +44,7 @@ from lightning_recycle.runtime.worker_links import (
     Link,
     NoAnswerError,
     OpenSockets,
+    borrowed,
     drop_everything,
     inode_of,
 )
@@ -103,7 +104,7 @@ class Device:
             except FileNotFoundError:  # the listing's own descriptor, closed by now
                 continue
             for listener in events:
-                with _borrowed(listener) as sock:
+                with borrowed(listener) as sock:
                     if sock is not None and _listens_for_gloo(sock):
                         drop_everything(sock)
                         return epoll
@@ -133,7 +134,7 @@ class Device:
             peers = {port: peer for peer, port in ports.items()}
             sockets = {}
             for descriptor, event in _events(self._epoll).items():
-                with _borrowed(descriptor) as sock:
+                with borrowed(descriptor) as sock:
                     peer = None if sock is None else peers.pop(_dialed_port(sock), None)
                     if sock is None or peer is None:
                         continue  # of Gloo's own, or of another group
@@ -193,20 +194,6 @@ _Event: TypeAlias = tuple[int, int]
 def _events(epoll: int) -> dict[int, _Event]:
     with open(f"/proc/self/fdinfo/{epoll}", "rb") as file:
         return {int(fd): (int(mask, 16), int(data, 16)) for fd, mask, data in _EVENT.findall(file.read())}
-
-
-@contextlib.contextmanager
-def _borrowed(descriptor: int) -> Iterator[socket.socket | None]:
-    """The socket behind ``descriptor``, which keeps its owner; None if there is none."""
-    try:
-        sock = socket.socket(fileno=descriptor)
-    except OSError:  # closed, or something else
-        yield None
-        return
-    try:
-        yield sock
-    finally:
-        sock.detach()
 
 
 def _listens_for_gloo(sock: socket.socket) -> bool:

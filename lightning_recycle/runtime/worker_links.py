@@ -139,6 +139,23 @@ def inode_of(descriptor: int) -> int:
     return os.fstat(descriptor).st_ino
 
 
+@contextlib.contextmanager
+def borrowed(descriptor: int) -> Iterator[socket.socket | None]:
+    """The socket behind ``descriptor``, which keeps its owner; None if there is none.
+
+    It is not duplicated, as others count descriptors.
+    """
+    try:
+        sock = socket.socket(fileno=descriptor)
+    except OSError:  # closed, or something else
+        yield None
+        return
+    try:
+        yield sock
+    finally:
+        sock.detach()
+
+
 class OpenSockets:
     """Sockets of other owners, to be cut off all at once, from any thread."""
 
