@@ -45,6 +45,7 @@ from harness import console, describe_machine
 from rich.table import Table
 from torch import Tensor, nn
 
+from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.runtime.groups_and_transports import Transport
 from lightning_recycle.runtime.nccl.nccl_library import CudaStreams, NcclLibrary
@@ -131,11 +132,20 @@ SHARING = ("NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_HOSTID")
 """What lets several workers share a device: NCCL 2.30 and newer; older ones, to which each process is another host."""
 
 
+class Required(NcclTransport):
+    """NCCL, or an error where something would go by Gloo."""
+
+    def connect(self, *arguments: Any) -> None:
+        super().connect(*arguments)
+        if self.obstacles:
+            raise ConfigurationError(f"Worker {self._rank} cannot use NCCL as it should: {'; '.join(self.obstacles)}.")
+
+
 def nccl(sharing: str, rank: int, device: torch.device) -> Transport:
     """Payloads by NCCL; ``sharing``: one of :data:`SHARING`, or "" where every worker has a device of its own."""
     if sharing:
         os.environ[sharing] = "1" if sharing == SHARING[0] else f"worker{rank}"
-    return NcclTransport(rank, device, NcclLibrary(), CudaStreams(device), f"of worker {rank}", required=True)
+    return Required(rank, device, NcclLibrary(), CudaStreams(device), f"of worker {rank}")
 
 
 def gloo(rank: int, device: torch.device) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 import torch
-from support.imitated_transport import imitated
+from support.imitated_transport import Required, imitated
 from support.waiting import PATIENCE
 
 from lightning_recycle.callbacks.faults import flipped
@@ -185,7 +185,7 @@ def real_transport(rank: int) -> tuple[NcclTransport, torch.device]:
         os.environ["NCCL_HOSTID"] = f"member{rank}"  # a device of another machine is another one
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    return NcclTransport(rank, device, NcclLibrary(), CudaStreams(device), f"member {rank}", required=True), device
+    return Required(rank, device, NcclLibrary(), CudaStreams(device), f"member {rank}"), device
 
 
 def _serve(rank: int, directory: str, transport: str, connection: Connection) -> None:

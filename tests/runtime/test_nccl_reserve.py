@@ -120,11 +120,10 @@ def test_a_reserve_that_cannot_begin_harms_nobody(world):
     assert world.usable == 4 * 3 + 2 + 2 + 3
 
 
-@pytest.mark.parametrize("required", [False, True])
 @pytest.mark.parametrize("how", ["fails", "hangs"])
-def test_all_connect_afresh_if_what_was_kept_does_not_work(required, how, monkeypatch):
+def test_all_connect_afresh_if_what_was_kept_does_not_work(how, monkeypatch):
     monkeypatch.setattr(module, "_KEPT_SECONDS", 0.3)
-    world = World(required=required)
+    world = World()
     assert not world.connect()
     world.prepare(range(4))
     world.end_generation()

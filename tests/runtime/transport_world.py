@@ -30,7 +30,6 @@ class World:
         rosters: the groups of workers that sum.
         size: how many workers there are.
         reserves: whether they make communicators for the next generation.
-        required: whether it is an error if one of them cannot use NCCL.
         names: those of their devices.
         without_nccl: the workers that have no library.
     """
@@ -40,7 +39,6 @@ class World:
         rosters: Rosters = ALL,
         size: int = 4,
         reserves: bool = True,
-        required: bool = False,
         names: Sequence[str] = ("first", "second", "third", "fourth"),
         without_nccl: Collection[int] = (),
     ) -> None:
@@ -49,7 +47,7 @@ class World:
         self.devices = [FakeDevice(network, threaded=True) for _ in self.alive]
         libraries = ["there is no NCCL here" if rank in without_nccl else self.devices[rank] for rank in self.alive]
         self.transports = [
-            NcclTransport(rank, CPU, library, device, names[rank], required, reserves)
+            NcclTransport(rank, CPU, library, device, names[rank], reserves)
             for rank, (library, device) in enumerate(zip(libraries, self.devices, strict=True))
         ]
         self.cancelled = [threading.Event() for _ in self.alive]

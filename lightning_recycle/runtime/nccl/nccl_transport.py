@@ -374,8 +374,10 @@ class _Agreement:
 class NcclTransport(Transport):
     """Payloads and collectives by NCCL, and by Gloo where workers cannot use it.
 
-    ``library``: NCCL, or the reason for its lack; with ``required`` an error. ``name``: of the device; equal for
-    workers that share one.
+    ``library``: NCCL, or the reason for its lack. ``name``: of the device; equal for workers that share one.
+
+    Attributes:
+        obstacles: why something goes by Gloo, as the workers agreed when they connected last.
     """
 
     connect_seconds = _TRIAL_SECONDS + ABORT_SECONDS
@@ -387,11 +389,11 @@ class NcclTransport(Transport):
         library: NcclLibrary | str,
         streams: CudaStreams,
         name: str,
-        required: bool = False,
         reserves: bool = True,
     ) -> None:
         self._rank, self._device, self._library, self._streams = rank, device, library, streams
-        self._name, self._required, self._reserves = name, required, reserves
+        self._name, self._reserves = name, reserves
+        self.obstacles: list[str] = []
         self._has_explained = False
         self._lock = threading.Lock()
         self._thread: NcclThread | None = None
@@ -420,12 +422,6 @@ class NcclTransport(Transport):
             return
         meeting = _Meeting(generation, self._rank, others, rendezvous, cancelled)
         agreed = self._agree(meeting, neighbours, rosters, links)
-        if self._required and agreed.obstacles:
-            raise ConfigurationError(
-                f"Worker {self._rank} cannot use NCCL as it should: {'; '.join(agreed.obstacles)}. Each worker needs a"
-                " device of its own (LOCAL_RANK), and connections that prove who is at the other end. Or choose"
-                ' CommunicationOptions(transport="gloo").'
-            )
         for peer in set(links) - agreed.peers:
             links.pop(peer).close()
         with self._lock:
@@ -435,15 +431,7 @@ class NcclTransport(Transport):
             outdated = [each for place, each in kept.items() if place not in used]
             thread = self._thread = self._start(meeting, agreed, used, outdated, links)
         failure = None if thread is None else self._try(thread, bool(used), cancelled)
-        if self._required:
-            self._use(meeting, agreed)
-        else:
-            self._decide(meeting, agreed, failure)
-
-    def _use(self, meeting: _Meeting, agreed: _Agreement) -> None:
-        with self._lock:
-            meeting.raise_if_cancelled()
-            self._usable = agreed
+        self._decide(meeting, agreed, failure)
 
     def _start(
         self,
@@ -505,13 +493,9 @@ class NcclTransport(Transport):
         ``uses_kept``: with communicators begun earlier, which may have become useless.
         """
         try:
-            if uses_kept or not self._required:
-                limit = _KEPT_SECONDS if uses_kept else _TRIAL_SECONDS
-                thread.wait_for(lambda: thread.connected, thread.linked, limit)
-            else:
-                thread.wait_for(lambda: thread.connected)
+            thread.wait_for(lambda: thread.connected, thread.linked, _KEPT_SECONDS if uses_kept else _TRIAL_SECONDS)
         except (RuntimeError, CommunicationError, TimeoutError) as error:  # also CUDA's: perhaps only NCCL's use of it
-            if cancelled.is_set() or (self._required and not uses_kept):
+            if cancelled.is_set():
                 raise
             with self._lock:
                 self._thread = None
@@ -536,7 +520,10 @@ class NcclTransport(Transport):
             neighbours={peer for peer in agreed.neighbours if {peer, self._rank} <= working},
             rosters={name: roster for name, roster in agreed.rosters.items() if set(roster) <= working},
         )
-        self._use(meeting, usable)
+        with self._lock:
+            meeting.raise_if_cancelled()
+            self._usable = usable
+        self.obstacles = agreed.obstacles
         if (agreed.obstacles or failed) and not self._has_explained:
             self._has_explained = True
             log.warning(
