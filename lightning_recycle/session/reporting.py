@@ -15,7 +15,7 @@ import csv
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
 from pathlib import Path
@@ -190,7 +190,7 @@ class LogRelay:
         self._loggers = list(context.trainer.loggers)
         self._log = [logger.log_metrics for logger in self._loggers]
         self._log_hyperparams = [logger.log_hyperparams for logger in self._loggers]
-        self._rows: deque[tuple[int, int, Any, tuple[Any, ...], dict[str, Any]]] = deque()
+        self._rows: deque[tuple[int, int, Callable[[], None], _Cells]] = deque()
         self._hyperparams: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         for index, logger in enumerate(self._loggers):
             logger.log_metrics = partial(self._on_metrics, index)  # type: ignore[method-assign]
@@ -203,40 +203,35 @@ class LogRelay:
         """The newest step that the leader has surely applied, with all rows before it."""
         return self._collectives.client.member.leader_applied
 
-    def _on_metrics(self, index: int, *args: Any, **kwargs: Any) -> None:
-        if self._collectives.is_leader:
-            self._log[index](*args, **kwargs)
-            _flush(self._loggers[index])
-            return
-        self._keep(index, None, args, kwargs)
+    def _on_metrics(self, index: int, metrics: dict[str, float], step: int | None = None, **options: Any) -> None:
+        cells = set() if step is None else {(step, name) for name in metrics}
+        self._write(index, partial(self._log[index], metrics, step, **options), cells)
 
     def on_call(self, call: LoggerCall) -> None:
         """Makes a call that a step has recorded, or keeps it for a take-over."""
-        if self._collectives.is_leader:
-            _call(self._loggers[call.logger], call)
-            _flush(self._loggers[call.logger])
-        else:
-            self._keep(call.logger, call, (), {})
+        self._write(call.logger, partial(_call, self._loggers[call.logger], call), set())
 
-    def _keep(self, index: int, call: LoggerCall | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _write(self, index: int, write: Callable[[], None], cells: _Cells) -> None:
+        """Calls ``write``, which fills ``cells`` of a file, or keeps it for a take-over."""
+        if self._collectives.is_leader:
+            write()
+            _flush(self._loggers[index])
+            return
         while self._rows and self._rows[0][0] <= self._written:
             self._rows.popleft()
-        self._rows.append((self._version(), index, call, args, kwargs))
+        self._rows.append((self._version(), index, write, cells))
 
     def _on_hyperparams(self, index: int, *args: Any, **kwargs: Any) -> None:
         self._hyperparams[index] = (args, kwargs)
         self._log_hyperparams[index](*args, **kwargs)  # Lightning's own does nothing except on the leader
 
     def take_over(self) -> None:
-        logged_cells = [_keep_file(logger) for logger in self._loggers]
+        logged_cells = [keep_file(logger) for logger in self._loggers]
         for index, (args, kwargs) in self._hyperparams.items():
             self._log_hyperparams[index](*args, **kwargs)
-        for step, index, call, args, kwargs in self._rows:
-            if call is not None:
-                if step > self._written:
-                    _call(self._loggers[index], call)
-            elif step > self._written and not _is_known(logged_cells[index], *args, **kwargs):
-                self._log[index](*args, **kwargs)
+        for step, index, write, cells in self._rows:
+            if step > self._written and not (cells and cells <= logged_cells[index]):
+                write()
         self._rows.clear()
         for logger in self._loggers:
             logger.save()
@@ -295,13 +290,6 @@ def _call(logger: Logger, call: LoggerCall) -> None:
     called(*call.args, **call.kwargs)
 
 
-def keep_files(loggers: Iterable[Logger]) -> None:
-    """Lets loggers that another process used before append to their files."""
-    for logger in loggers:
-        if isinstance(logger, CSVLogger):
-            _keep_file(logger)
-
-
 def _flush(logger: Logger) -> None:
     if isinstance(logger, CSVLogger):
         logger.save()
@@ -314,12 +302,8 @@ def _flush(logger: Logger) -> None:
 _Cells = set[tuple[int, str]]
 
 
-def _is_known(cells: _Cells, metrics: Mapping[str, Any], step: int | None = None, **_: Any) -> bool:
-    return step is not None and all((step, name) in cells for name in metrics)
-
-
-def _keep_file(logger: Logger) -> _Cells:
-    """Makes a logger append to its file, and returns the cells in it.
+def keep_file(logger: Logger) -> _Cells:
+    """Makes a logger append to a file of another process; returns the cells in it.
 
     A CSV logger deletes the previous leader's rows on its first use; a writer that the launching process used does not
     know the columns.

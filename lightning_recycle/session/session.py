@@ -32,7 +32,7 @@ from lightning_recycle.session.optimizer_states import parameters_by_name
 from lightning_recycle.session.output_recorder import OutputRecorder
 from lightning_recycle.session.reporting import (
     LogRelay,
-    keep_files,
+    keep_file,
     keep_monitors_going,
     keep_reports_apart,
     show_progress_bar,
@@ -137,7 +137,8 @@ class Session:
         if self.grid.num_workers > 1:
             keep_reports_apart(self.trainer)
         if self.run.has_run and self.collectives.is_leader:
-            keep_files(self.trainer.loggers)
+            for logger in self.trainer.loggers:
+                keep_file(logger)
 
     def prepare_data_once(self) -> None:
         """Lets one worker of each machine prepare data, the leader on its own.
