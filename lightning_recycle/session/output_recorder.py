@@ -502,10 +502,12 @@ def add_states(metric: Metric, path: str, gained: Sequence[MetricStates], keep_s
     if isinstance(metric, WrapperMetric):
         return
     step = reduce(partial(_merge_states, metric, path), gained)
-    value = None
-    if keep_step_value:
-        set_metric_states(metric, {**step, "_computed": None})
-        value = metric.compute()
+    value = before["_forward_cache"]
+    if any(states["_forward_cache"] is not None for states in gained):  # otherwise it was updated without a value
+        value = None
+        if keep_step_value:
+            set_metric_states(metric, {**step, "_computed": None})
+            value = metric.compute()
     set_metric_states(metric, _merge_states(metric, path, before, step) if before["_update_count"] else step)
     metric._forward_cache = value
     metric._computed = None
