@@ -3,11 +3,10 @@
 import os
 import resource
 import socket
-import subprocess
 from typing import Any
 
 import pytest
-from control_plane import KEY, listening, standalone, together
+from control_plane import KEY, listening, together
 from support.pipes import without_reader
 from support.thread_client import ThreadClient
 from support.waiting import PATIENCE
@@ -124,12 +123,16 @@ def test_all_addresses_are_those_of_ipv4_too() -> None:
 
 
 @pytest.mark.parametrize("problem", ["in use", "no name"])
-def test_the_command_says_in_one_line_why_it_cannot_listen(problem: str) -> None:
+def test_the_command_says_in_one_line_why_it_cannot_listen(
+    problem: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RECYCLE_KEY", KEY)
     with listen_at(("127.0.0.1", 0), 1) as other:
         place = shown(other.getsockname()) if problem == "in use" else "no-such-machine.invalid:0"
-        _, said = standalone(place, stderr=subprocess.PIPE).communicate(timeout=PATIENCE)
-    assert "Traceback" not in said
+        assert main(["--listen", place]) == 2
+    said = capsys.readouterr().err
     assert said.startswith(f"recycle-coordinator: A coordinator cannot listen at {place}")
+    assert said.count("\n") == 1
 
 
 def test_a_coordinator_whose_address_has_no_reader_ends_without_a_traceback() -> None:
@@ -152,6 +155,7 @@ def test_a_coordinator_whose_address_has_no_reader_ends_without_a_traceback() ->
             " mkdir -p /nonexistent.",
         ),
         (["--runs", "few"], "--runs few: give an integer of at least 1."),
+        (["--http", "nowhere"], "--http='nowhere': give host:port, such as '10.0.0.1:8265', or a port."),
         (["--http", "29400"], "--http and --listen have the same address: give another port."),
         (["--http", "0.0.0.0:29400"], "--http and --listen have the same address: give another port."),
     ],

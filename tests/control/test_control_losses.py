@@ -180,18 +180,6 @@ def test_replicas_that_are_all_silent_are_waited_for_until_their_bound_and_the_r
         assert {members[rank].client.exit_code for rank in (0, 2)} == {EXIT_STOPPED}
 
 
-def test_a_worker_that_stops_in_the_middle_of_a_message_is_evicted_and_the_others_go_on(strict):
-    """As a worker under SIGSTOP (or behind a dead link) that was sending its part of a checkpoint."""
-    connection = strict.connection()
-    connection.send(Hello(3, Process("", os.getpid())))
-    beat(connection, 3)
-    os.write(connection.fileno(), (5_000_000).to_bytes(4, "big") + b"x" * 1000)
-    try:
-        assert strict.members(0, 1, 2)[0].client.member.roster == (0, 1, 2)
-    finally:
-        connection.close()  # lets a coordinator that is stuck go on
-
-
 def test_a_worker_that_joins_after_the_end_is_told_so(plane):
     plane.processes[1].die("first")
     plane.processes[3].die("second")

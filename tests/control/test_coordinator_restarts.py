@@ -146,19 +146,3 @@ def test_workers_outlive_a_stop_of_the_coordinator_even_in_the_middle_of_a_large
             client.leave()
         process.kill()
         assert all(client.exited.wait(PATIENCE) for client in clients)
-
-
-def test_workers_give_up_a_coordinator_that_stays_silent_for_longer_than_its_timeout():
-    with listening("--runs", "1", "--coordinator-timeout", str(QUIET)) as (process, address):
-        clients, members = begun(address)
-        process.send_signal(signal.SIGSTOP)
-        time.sleep(QUIET / 4)
-        process.send_signal(signal.SIGCONT)
-        together(*(member.step for member in members))
-        time.sleep(1.2 * QUIET)  # it says nothing but that it lives
-        together(*(member.step for member in members))
-        process.send_signal(signal.SIGSTOP)
-        stopped = time.monotonic()
-        assert all(client.exited.wait(PATIENCE) for client in clients)
-        assert {client.exit_code for client in clients} == {EXIT_LOST_COORDINATOR}
-        assert QUIET / 2 < time.monotonic() - stopped < 3 * QUIET

@@ -321,32 +321,6 @@ def test_of_two_that_stay_with_different_results_the_run_says_so():
     assert "it is unknown which of them is right" in state.outcome.reason
 
 
-# ---------------------------------------------------------------------- steps that all must have passed
-
-
-def checked_losses(state: s.MembershipState, step: int, loss: float = 0.5) -> m.Losses:
-    return m.Losses(1, step, dict.fromkeys(range(GRID.global_microbatches), loss), generation=state.generation.number)
-
-
-def passed(state: s.MembershipState, step: int, *ranks: int) -> list[m.Reached]:
-    return [m.Reached(rank, state.generation.number, m.Milestone.PASSED, step) for rank in ranks]
-
-
-@pytest.mark.parametrize("losses_come", [0, 3, 6])
-def test_nobody_may_apply_a_step_before_all_have_passed_it(losses_come):
-    state = running(Checks()).with_steps(summed=0)
-    events = passed(state, 0, *ALL)
-    before, after = events[:losses_come], events[losses_come:]
-    told_losses = []
-    for event in (*before, checked_losses(state, 0), *after):
-        assert told_losses == []
-        state, commands = feed(state, event)
-        told_losses += messages(commands, m.StepLoss)
-    assert [one.step for one in told_losses] == [0]
-    _, commands = feed(state, m.Losses(1, 1, checked_losses(state, 1).losses))
-    assert len(messages(commands, m.StepLoss)) == 1, "without checks there is nothing to wait for"
-
-
 # ---------------------------------------------------------------------- values that are not finite
 
 YES, NO = {"output": b"a" * 16, FINITE: IS_FINITE}, {"output": b"b" * 16, FINITE: NOT_FINITE}

@@ -6,7 +6,10 @@ import socket
 import sys
 
 import pytest
-from support.scripts import COORDINATOR, completed
+from support.scripts import completed
+
+from lightning_recycle.control.coordinator.standalone import main
+from lightning_recycle.control.monitoring.logs import JsonFormatter
 
 SCRIPT = """
 import logging, sys
@@ -58,19 +61,14 @@ def test_a_file_of_the_user_s_own_stays_as_it_is(tmp_path):
     assert "hello\n" in path.read_text()
 
 
-def test_another_format_is_an_error_that_names_the_choices():
-    environment = {**os.environ, "RECYCLE_LOG": "xml"}
-    command = [*COORDINATOR, "--listen", "127.0.0.1:0"]
-    done = completed(command, env=environment)
-    assert (done.returncode, done.stderr) == (
-        2,
-        "recycle-coordinator: RECYCLE_LOG='xml': use json for lines of JSON, or text, the default.\n",
-    )
+def test_another_format_is_an_error_that_names_the_choices(monkeypatch, capsys):
+    monkeypatch.setenv("RECYCLE_LOG", "xml")
+    assert main(["--listen", "127.0.0.1:0"]) == 2
+    words = "recycle-coordinator: RECYCLE_LOG='xml': use json for lines of JSON, or text, the default.\n"
+    assert capsys.readouterr().err == words
 
 
 def test_events_keep_their_logger_and_have_their_fields(plane, caplog):
-    from lightning_recycle.control.monitoring.logs import JsonFormatter
-
     with caplog.at_level("INFO", "lightning_recycle.events"):
         plane.members()
         plane.until(lambda: plane.events("regrouped"))

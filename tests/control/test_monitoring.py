@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from control_plane import ControlPlane, die, together
+from control_plane import ControlPlane, die, listening, together
 from support.pipes import without_reader
-from support.scripts import COORDINATOR
-from support.waiting import PATIENCE, next_line, wait_for
+from support.waiting import PATIENCE, wait_for
 
 from lightning_recycle.control.monitoring import monitor as monitor_module
 from lightning_recycle.control.monitoring import status_command
@@ -615,35 +614,15 @@ def test_the_metrics_are_what_the_package_s_own_parser_reads(plane: ControlPlane
 # ---------------------------------------------------------------------- recycle-coordinator
 
 
-def coordinator(*options: str, **environment: str) -> subprocess.Popen[str]:
-    command = [*COORDINATOR, "--listen", "127.0.0.1:0", *options]
-    env = {**os.environ, "RECYCLE_KEY": "a secret of 16 bytes or more", **environment}
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-@pytest.mark.parametrize("how", ["option", "environment"])
-def test_a_standalone_coordinator_is_seen_before_its_first_worker(how: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_standalone_coordinator_is_seen_before_its_first_worker(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     port = free_port("127.0.0.1")
-    told: Any = {"RECYCLE_HTTP": str(port)} if how == "environment" else {}
-    with coordinator(*([] if told else ["--http", str(port)]), **told) as process:
-        try:
-            assert "listening on" in next_line(process)
-            assert wait_for(lambda: answers(port, "/healthz"), pause=0.05)
-            assert get(port, "/readyz")[0] == get(port, "/healthz")[0] == 200
-            for address in (str(process.pid), f"127.0.0.1:{port}", f"http://localhost:{port}/"):
-                assert status_command.main([address, "--json"]) == 1
-                assert "No run is going on: it waits for workers." in capsys.readouterr().err
-        finally:
-            process.terminate()
+    monkeypatch.setenv("RECYCLE_HTTP", str(port))
+    with listening() as (process, _):
+        assert wait_for(lambda: answers(port, "/healthz"), pause=0.05)
+        assert get(port, "/readyz")[0] == get(port, "/healthz")[0] == 200
+        for address in (str(process.pid), f"127.0.0.1:{port}", f"http://localhost:{port}/"):
+            assert status_command.main([address, "--json"]) == 1
+            assert "No run is going on: it waits for workers." in capsys.readouterr().err
     assert status_command.main([str(process.pid)]) == 1
-
-
-@pytest.mark.parametrize("wrong", ["nowhere", "taken"])
-def test_a_standalone_coordinator_refuses_an_address_for_its_status_that_cannot_be(wrong: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        address = "nowhere" if wrong == "nowhere" else str(other.getsockname()[1])
-        process = coordinator("--http", address)
-        _, said = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 2
-    assert "recycle-coordinator: " in said
-    assert ("--http='nowhere': give host:port" if wrong == "nowhere" else "another process listens there") in said

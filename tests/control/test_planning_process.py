@@ -3,7 +3,6 @@
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ import pytest
 from control_plane import GRID, ControlPlane, die, in_thread
 from slow_planners import Exiting, Failing, Gated, Heavy, Modules, Unpicklable
 from support.process_tree import is_alive
-from support.waiting import PATIENCE, next_line, wait_for
+from support.waiting import PATIENCE, wait_for
 
 from lightning_recycle.control.plans import plan_provider
 from lightning_recycle.control.plans.plan_provider import PlanProvider, make_plan
@@ -203,23 +202,3 @@ def test_an_exception_of_a_defect_brings_its_traceback(process):
         process.ask(partial(max, 0.0), WANTED)
     assert "in _answer" in caught.value.trace
     assert pickle.loads(pickle.dumps(caught.value)).trace == caught.value.trace
-
-
-def test_it_ends_with_the_process_that_asks():
-    code = (
-        "import threading, time\n"
-        "from functools import partial\n"
-        "from lightning_recycle.control.plans.plan_provider import make_plan\n"
-        "from lightning_recycle.planning.child_process import PlanningProcess\n"
-        "from lightning_recycle.planning import Costs, Grid, HeuristicPlanner, Problem\n"
-        "process = PlanningProcess()\n"
-        "question = partial(make_plan, Problem(Grid(2, 2, 2), Costs.uniform(2)), HeuristicPlanner())\n"
-        "process.ask(question, threading.Event())\n"
-        "print(process.pid, flush=True)\n"
-        "time.sleep(600)\n"
-    )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as asking:
-        pid = int(next_line(asking))
-        asking.kill()
-        asking.wait()
-        assert wait_for(lambda: not is_alive(pid), PATIENCE)

@@ -143,11 +143,6 @@ def test_once_the_loss_is_known_an_interrupted_recovery_goes_on_to_the_commit(gr
             assert decide(mixed, known_losses=T + 1) == decide(mixed), (statuses, mixed)
 
 
-def test_a_step_that_all_have_reduced_without_its_loss_is_computed_again_for_the_loss_only() -> None:
-    statuses = {0: WorkerStatus(0, T, True), 1: WorkerStatus(1, T, False), 3: WorkerStatus(1, T, True)}
-    assert decide(statuses, known_losses=T) == Decision(T, frozenset({0, 1}), (Adoption(1, T, 3),))
-
-
 @pytest.mark.parametrize(
     ("statuses", "message"),
     [

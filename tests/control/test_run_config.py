@@ -210,8 +210,3 @@ def test_a_run_that_has_not_finished_is_not_said_to_have():
         found = client(address, WANTS)
         assert found.await_assignment().rank == 0
         found.leave()
-
-
-def test_a_coordinator_needs_a_worker_that_says_what_it_wants():
-    with listening() as (_, address), pytest.raises(ConfigurationError, match="says nothing of its run"):
-        client(address, None).await_assignment()

@@ -176,12 +176,6 @@ def test_a_recipe_follows_the_mode_of_the_module():
     assert not module.layers[0].training
 
 
-def test_a_recipe_follows_the_precision_of_the_module():
-    module = Specified().double()
-    module.configure_model()
-    assert {p.dtype for p in module.parameters()} == {torch.float64}
-
-
 @pytest.mark.parametrize(("spec", "message"), [
     (LayerSpec(nn.Linear, 4), r"Layer 1, LayerSpec\(Linear, 4\), cannot be built: TypeError"),
     (LayerSpec(nn.Linear, 4, out_features=-1), r"Layer 1, LayerSpec\(Linear, 4, out_features=-1\)"),

@@ -333,16 +333,6 @@ def assert_abort_unblocks(team: Team, rank: int, generation: int) -> None:
     assert time.monotonic() - started < ABORT_SECONDS
 
 
-@pytest.mark.parametrize("operation", BLOCKING)
-def test_abort_unblocks_although_the_peer_is_stopped(team, operation):
-    team.regroup(0, 1)
-    team.members[1].stop()
-    team.members[0].start(*BLOCKING[operation])
-    assert_abort_unblocks(team, 0, team.generation)
-    team.regroup(0, 2)
-    assert torch.equal(*team.run(tasks.all_reduce, 10, torch.float32, ranks=[0, 2]))
-
-
 LARGE = 100_000_000  # bytes; more than the buffers of a connection hold
 MANY = (30, 4_000_000)
 CUT: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {  # what the receiver does, and the sender
@@ -409,15 +399,6 @@ def test_abort_unblocks_connecting_to_a_peer_that_is_missing(four):
     assert_abort_unblocks(four, 0, four.generation)
     four.regroup(0, 1)
     assert_same(transfer(four, [torch.ones(3)]), [torch.ones(3)])
-
-
-def test_abort_unblocks_connecting_to_a_peer_that_is_stopped(team):
-    team.members[1].stop()
-    team.generation += 1
-    team.members[0].start(tasks.configure, team.generation, (0, 1), 1)
-    assert_abort_unblocks(team, 0, team.generation)
-    team.regroup(0, 2)
-    assert torch.equal(*team.run(tasks.all_reduce, 10, torch.float32, ranks=[0, 2]))
 
 
 def test_an_abort_before_connecting_prevents_it(four):
@@ -545,19 +526,6 @@ def test_abort_leaves_sockets_alone_that_are_not_the_communicators(four):
     assert four.run(tasks.foreign_socket_survives_abort, four.generation, ranks=[0]) == [b"xx"]
 
 
-def test_survivors_of_a_killed_peer_fail_regroup_and_go_on(team):
-    team.regroup(0, 1, 2)
-    for rank in (0, 1):
-        team.members[rank].start(tasks.all_reduce, 100_000, torch.float32)
-    team.members[2].kill()
-    for rank in (0, 1):
-        team.members[rank].abort(team.generation)
-        assert_ended(team.members[rank], 5)
-    team.regroup(0, 1)
-    assert torch.equal(*team.run(tasks.all_reduce, 100_000, torch.float32, ranks=[0, 1]))
-    assert_same(transfer(team, [torch.ones(30_000)]), [torch.ones(30_000)])
-
-
 def test_a_killed_peer_is_noticed_without_an_abort(team):
     team.regroup(0, 1)
     team.members[0].start(tasks.receive, 1, [0], [0])
@@ -623,15 +591,3 @@ def test_abort_ends_dialing(with_2_hidden):
         with_2_hidden.members[rank].start(tasks.configure, with_2_hidden.generation, (1, 2), 1, True)
     for rank in (1, 2):
         assert_abort_unblocks(with_2_hidden, rank, with_2_hidden.generation)
-
-
-def test_a_stopped_worker_can_be_reached(team):
-    """It is for its silence to betray it: its links are in order."""
-    team.generation += 1
-    team.members[1].start(tasks.configure, team.generation, (0, 1), 1, True)
-    time.sleep(BLOCKED)
-    team.members[1].stop()
-    team.members[0].start(tasks.configure, team.generation, (0, 1), 1, True)
-    with pytest.raises(Failure) as caught:
-        team.members[0].result(timeout=10)
-    assert caught.value.kind == CommunicationError.__name__

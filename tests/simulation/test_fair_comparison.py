@@ -49,13 +49,6 @@ def test_without_failures_policies_with_the_same_schedule_are_equally_fast(sched
         assert merge.throughput == pytest.approx(run(sim.FaultFree("planned"), []).throughput)
 
 
-def test_re_routing_within_1f1b_has_neither_split_backward_nor_staggered_optimizer() -> None:
-    same = sim.Recycle(schedule="1f1b", effort=0), sim.Recycle(split_backward=False, staggered=False, effort=0)
-    first, second = (run(policy, [sim.Outage(600.0, (3,))]) for policy in same)
-    assert first.samples == second.samples
-    assert "fill" not in paused(first)
-
-
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 

@@ -141,23 +141,3 @@ def test_measured_stages_cannot_be_cut_otherwise():
 def test_impossible_settings_are_refused_of_measured_model(changes, message):
     with pytest.raises(ConfigurationError, match=message):
         measured(**changes)
-
-
-@pytest.mark.parametrize(("staggered", "step", "degraded", "fill"), [(False, 19, 28, 0), (True, 18, 27, 1)])
-def test_the_first_step_after_a_stop_begins_with_empty_pipelines(staggered, step, degraded, fill):
-    model = measured(Costs.uniform(2), network_latency=0.0, network_bandwidth=1e18)
-    own = {"detection": 1.0, "regroup": 2.0, "rejoin": 4.0, "agreement": 0.0, "lookup": 0.0, "connect": 0.0}
-    policy = simulation.Recycle(staggered=staggered, normalization=False, **own)
-    result = simulation.simulate(
-        model, simulation.Cluster.of(model), policy, simulation.Scripted([simulation.Outage(50.0, (5,), 100.0)]), 300.0
-    )
-    begin = 53.0 + fill
-    assert begin + 2 * degraded > 100  # when a step ends, the replacement has come
-    again = begin + 2 * degraded + 4 + fill
-    paused = [(i.begin, i.end, i.label) for i in result.intervals if i.state is simulation.State.PAUSED]
-    expected = [(50, 51, "detect"), (51, 53, "regroup"), (53, begin, "fill")]
-    expected += [(begin + 2 * degraded, again - fill, "rejoin"), (again - fill, again, "fill")]
-    assert paused == [pause for pause in expected if pause[0] < pause[1]]
-    assert result.samples == pytest.approx(18 * (2 + 2 + (300 - again) / step))
-    assert result.accounting.total == 6 * 300 * 10**9
-    assert result.accounting.redone == (50 - 2 * step) * 6 * 10**9
