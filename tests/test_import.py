@@ -27,16 +27,17 @@ def run(code: str, *arguments: str) -> str:
     return result.stdout.strip()
 
 
-def test_planning_and_control_plane_load_neither_torch_nor_lightning():
+def test_planning_simulator_and_control_plane_load_neither_torch_nor_lightning_nor_solvers():
     modules = [
-        "lightning_recycle.planning", "lightning_recycle.visualize", "lightning_recycle.errors",
-        "lightning_recycle.control.protocol.membership", "lightning_recycle.control.coordinator.coordinator",
-        "lightning_recycle.control.client", "lightning_recycle.control.coordinator.standalone",
-        "lightning_recycle.engines.recycle_run",
+        "lightning_recycle.control.monitoring.status_command", "lightning_recycle.traces",
+        "lightning_recycle.simulation", "lightning_recycle.planning", "lightning_recycle.visualize",
+        "lightning_recycle.errors", "lightning_recycle.control.protocol.membership",
+        "lightning_recycle.control.coordinator.coordinator", "lightning_recycle.control.client",
+        "lightning_recycle.control.coordinator.standalone", "lightning_recycle.engines.recycle_run",
     ]  # fmt: skip
     code = """
 import importlib, sys
-heavy = {'torch', 'lightning', 'numpy', 'torchmetrics', 'matplotlib'}
+heavy = {'torch', 'lightning', 'numpy', 'torchmetrics', 'matplotlib', 'hydra', 'mip', 'highspy', 'ortools'}
 for module in sys.argv[1:]:
     importlib.import_module(module)
     print(module, sorted({m.split('.')[0] for m in sys.modules} & heavy))

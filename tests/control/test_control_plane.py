@@ -1,9 +1,7 @@
 """Coordinator and clients over real sockets: the ordinary course, what is recorded and planned."""
 
 import threading
-import time
 from dataclasses import replace
-from functools import partial
 
 import pytest
 from control_plane import GRID, ControlPlane, die, fake_schedule, in_thread, together
@@ -11,7 +9,6 @@ from control_worker import Payload
 from support.waiting import PATIENCE
 
 from lightning_recycle.control.client import Interrupted, unpack
-from lightning_recycle.control.protocol.messages import FaultInjected
 from lightning_recycle.control.protocol.state import RESULT, Finished
 from lightning_recycle.errors import ControlPlaneError
 from lightning_recycle.planning.grid import Worker
@@ -62,34 +59,6 @@ def test_an_announcement_that_does_not_come_is_an_error_after_its_time(plane):
 # ---------------------------------------------------------------------- history
 
 
-def test_history_tells_a_failure_from_its_detection_to_the_next_committed_step(plane):
-    members = plane.members()
-    together(*(member.step for member in members))
-    announced = time.time()
-    members[2].client.send(FaultInjected(2, "kill", "F(0, 0)@0", announced))
-    die(plane, members[2])
-    survivors = [members[0], members[1], members[3]]
-    plane.until(lambda: all(member.client.is_interrupted for member in survivors))
-    for _ in range(2):
-        together(*(member.step for member in survivors))
-    plane.until(lambda: len(plane.events("step")) == 3)
-    kinds = [event.kind for event in plane.coordinator.history]
-    recovery = ["failure", "resumed", "regrouped", "step", "recovered"]
-    assert kinds == ["resumed", "regrouped", "step", *recovery, "step"]
-    _, _, first, failure, resumed, regrouped, second, recovered, third = plane.coordinator.history
-    assert [event.generation for event in (first, resumed, second, recovered, third)] == [0, 1, 1, 1, 1]
-    steps = [event.step for event in (first, failure, resumed, second, recovered, third)]
-    assert steps == [0, 1, 1, 1, 1, 2]
-    assert failure.worker == (1, 0)
-    assert (failure.details["kind"], failure.details["operation"]) == ("kill", "F(0, 0)@0")
-    moments = [failure.seconds, resumed.seconds, regrouped.seconds, recovered.seconds]
-    assert all(moment is not None for moment in moments)
-    assert 0 < moments[0] < moments[1] <= moments[2] < moments[3] < PATIENCE
-    assert recovered.time - announced == pytest.approx(recovered.seconds, abs=0.01)
-    assert resumed.details["roster"] == regrouped.details["roster"] == (0, 1, 3)
-    assert third.seconds == pytest.approx(third.time - second.time, abs=0.01)
-
-
 def test_plans_are_made_for_the_failed_workers_and_the_measured_times(plane):
     members = plane.members()
     together(*(member.step for member in members))
@@ -105,18 +74,6 @@ def test_plans_are_made_ahead_at_the_start_and_again_once_the_times_are_known(pl
         together(*(member.step for member in members))
     plane.until(lambda: len(plane.events("step")) == 5)
     assert plane.planner.ahead == [frozenset(), frozenset()]
-
-
-def test_what_a_worker_publishes_reaches_those_of_its_generation_that_look_it_up(plane):
-    members = plane.members()
-    early = in_thread(members[0].client.lookup, ["address", "other"], threading.Event())
-    members[2].client.publish("address", b"of 2")
-    never = threading.Event()
-    assert together(*(partial(m.client.lookup, ["address"], never) for m in members)) == [[b"of 2"]] * 4
-    assert not early.done(), "one is missing"
-    members[3].client.publish("other", b"of 3")
-    assert early.result(PATIENCE) == [b"of 2", b"of 3"]
-    assert members[1].client.member.published_value("other") is None, "it has not asked"
 
 
 def test_waiting_for_what_nobody_publishes_is_interrupted_by_a_loss(plane):

@@ -193,12 +193,6 @@ def test_on_two_pipelines_of_two_stages(pairs, leader, evicted):
     assert choose_evictions(pairs, SQUARE, leader) == evicted
 
 
-def test_the_last_holder_of_a_stage_stays():
-    assert choose_evictions([(0, 1)], [(0,), (1, 3)], leader=1) == (1,)
-    assert choose_evictions([(0, 1)], [(0, 2), (1,)], leader=3) == (0,)
-    assert choose_evictions([(0, 1)], [(0,), (1,)], leader=1) is None
-
-
 def test_who_joins_and_holds_nothing_yet_goes_first():
     assert choose_evictions([(0, 2)], [(2,), (1, 3)], leader=1) == (0,)
     assert choose_evictions([(0, 3)], [(2, 3), (1,)], leader=1) == (0,)

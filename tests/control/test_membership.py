@@ -8,9 +8,7 @@ import pytest
 
 from lightning_recycle.control.journal import journal_entry, revived_state
 from lightning_recycle.control.protocol import messages as m
-from lightning_recycle.control.protocol import recovery
 from lightning_recycle.control.protocol import state as s
-from lightning_recycle.control.protocol.member import Member
 from lightning_recycle.control.protocol.membership import transition
 from lightning_recycle.control.protocol.recovery import with_leader
 from lightning_recycle.planning.grid import Grid
@@ -58,33 +56,6 @@ def test_commits_of_different_steps_end_the_run_instead_of_mixing_versions():
     (failed,) = commands
     assert isinstance(failed, s.Failed)
     assert "[0, 1]" in failed.reason
-
-
-def test_a_stage_that_still_speculates_learns_with_the_resumption_what_another_one_knows_of_the_commit():
-    """Those that have heard the answer would not commit the step again, which others do again."""
-    norms = {0: "norm of 0", 1: "norm of 1", 2: "norm of 2"}
-
-    def at(rank: int, generation: int, version: int, commits: bool = False, speculative: bool = False) -> m.Report:
-        status = m.WorkerStatus(rank % 3, version, commits and not speculative, speculative)
-        return m.Report(rank, generation, status, norms[rank % 3] if commits else None)
-
-    scene = mf.given(s.initial_state(Grid(2, 3, 1)), *map(s.Joined, range(6)), *(at(rank, 0, 0) for rank in range(6)))
-    scene.when(m.Losses(2, 0, {0: 0.5, 1: 0.5}), s.Lost(5, "gone"))
-    scene.when(at(0, 1, 0, True), at(1, 1, 1, True, True), at(2, 1, 0, True), at(3, 1, 0), at(4, 1, 1, True, True))
-    scene.when(s.Lost(0, "gone before it gave its gradient to 3"), at(3, 2, 0), at(2, 2, 1))
-    scene.when(at(1, 2, 1, True, True), at(4, 2, 1, True, True))  # which have not heard what 2 has
-    (resume,) = mf.messages(scene.commands, m.Resume)
-    assert (resume.decision.version, resume.decision.ahead) == (0, {1, 2})
-    assert (resume.commits, resume.confirmed) == (norms, True)
-    speculative = m.WorkerStatus(1, 1, False, speculative=True)
-    found = recovery.actions(1, speculative, resume.decision, {}, commits=False, tied=False, confirmed=resume.confirmed)
-    assert found == (recovery.Confirm(0), recovery.Serve(0))
-    member = Member(3)
-    member.receive(m.Regroup(2, resume.roster, 2))
-    member.enter()
-    member.receive(resume)
-    assert member.commit_answer(0) == m.Committed(2, 0, norms, False), "it would wait for the others"
-    scene.when(*(m.Commit(rank, 2, 0, None) for rank in resume.roster)).then(no=m.Committed)
 
 
 # ---------------------------------------------------------------------- steps and losses
@@ -184,15 +155,6 @@ def test_an_answer_that_only_a_released_member_has_heard_is_given_anew_by_the_ne
     )
     scene.when(s.Lost(1, "it did not return")).then(m.Answer(0, {2: 7, 3: 8}, 2, m.SaveStatus((2, 3), 0)), no=s.Resend)
     assert [record.rank for record in mf.records(scene.commands, "released")] == [0]
-
-
-def test_who_asks_to_stop_after_the_coordinator_was_started_again_has_heard_the_verdict_of_before():
-    """Nobody answers it when it asks: the round is over."""
-    begun = s.initial_state(Grid(2, 1, 1)).with_generation(number=0)
-    over = begun.with_collectives(stop_round=s.StopRound(6, is_over=True)).with_steps(after_step=m.AfterStep.END)
-    revived = revived_state(Grid(2, 1, 1), journal_entry(over))
-    scene = mf.given(revived, *(mf.dummy(m.Returned, rank=rank, generation=0) for rank in (0, 1)))
-    scene.then(s.Resend((0, 1), m.StopVerdict(6, False)))
 
 
 def beat(rank: int, begun: int) -> m.Heartbeat:

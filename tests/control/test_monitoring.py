@@ -510,15 +510,6 @@ def test_a_folder_that_others_can_enter_is_neither_used_nor_read(
         assert addresses_and_keys.sockets() == []
 
 
-def test_the_command_starts_quickly_and_without_torch() -> None:
-    code = (
-        "import sys, lightning_recycle.control.monitoring.status_command, rich.live, rich.table\n"
-        "print({m.split('.')[0] for m in sys.modules} & {'torch', 'lightning', 'numpy', 'msgspec', 'hydra'})"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
-
-
 @pytest.mark.parametrize(
     ("arguments", "status", "reason"),
     [

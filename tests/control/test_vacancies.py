@@ -56,19 +56,6 @@ def taken(found: Vacancies, number: int = 1) -> list[tuple[int, object]]:
     return started
 
 
-def test_a_replacement_is_started_in_its_place_as_its_next_incarnation():
-    start, woken = Starter(), threading.Event()
-    found = vacancies(start, wake=woken.set)
-    found.start(3)
-    ((rank, process),) = taken(found)
-    assert woken.wait(10.0)
-    assert (rank, type(process)) == (3, Process)
-    assert start.asked == [(3, 1)]
-    found.start(3)
-    taken(found)
-    assert start.asked == [(3, 1), (3, 2)]
-
-
 def test_a_position_is_being_filled_from_the_request_until_the_process_is_taken():
     start = Starter()
     start.may_go_on.clear()
@@ -131,11 +118,6 @@ def test_the_user_is_told_when_the_restarts_are_used_up(caplog):
     taken(found)
     found.record_failure(3, now=0.0)
     assert "max_restarts=1 are used up" in caplog.text
-
-
-def test_incarnations_count_by_position():
-    found = vacancies(None)
-    assert [found.next_incarnation(rank) for rank in (3, 3, 0, 3)] == [1, 2, 1, 3]
 
 
 def test_closing_ends_what_was_started_and_never_taken():

@@ -416,24 +416,10 @@ class Detaches(Transformer):
         return self.head(h)
 
 
-class Between(Transformer):
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = self.norm(block(x))
-        return x
-
-
 class Twice(Transformer):
     def forward(self, x: Tensor) -> Tensor:
         for block in [*self.blocks, self.blocks[0]]:
             x = block(x)
-        return x
-
-
-class Repeats(Transformer):
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(block(x))
         return x
 
 
@@ -512,12 +498,6 @@ class LooksAtKinds(Plain):
         return x
 
 
-class Named(Transformer):
-    def loss(self, output: Tensor, batch: Any) -> Tensor:
-        first: Any = self.blocks[0]
-        return super().loss(output, batch) + first.linear.weight.sum()
-
-
 class AsksFirst(Transformer):
     def loss(self, output: Tensor, batch: Any) -> Tensor:
         return super().loss(output, batch) + sum(b.linear.weight.sum() for b in self.blocks if hasattr(b, "linear"))
@@ -537,9 +517,7 @@ class FarSkip(Transformer):
     (Residual, ["does something with what layer 'blocks.", "before layer 'blocks.1' gets it"]),
     (Reshaped, ["uses what layer 'blocks.", "returned (flatten)", "before it calls layer 'blocks."]),
     (Detaches, ["does something with what layer 'blocks.0' returned before layer 'blocks.1' gets it"]),
-    (Between, ["does something with what layer 'blocks.0' returned before layer 'blocks.1'"]),
     (Twice, ["calls layer 'blocks.0' a second time, after 'blocks.3'"]),
-    (Repeats, ["calls layer 'blocks.0' a second time"]),
     (Skips, ["calls layer 'blocks.2' after 'blocks.0', without 'blocks.1'"]),
     (StopsEarly, ["uses what layer 'blocks.2' returned (sub)", "before it calls layer 'blocks.3'"]),
     (NeverCalls, ["never calls layer 'blocks.0'"]),
@@ -549,7 +527,6 @@ class FarSkip(Transformer):
     (ReturnsMore, ["returns more than the first item of what layer 'layers.0' returned, which is on another"]),
     (Regularised, ["uses blocks.0.linear.weight (square), which is on another stage"]),
     (LooksAtKinds, ["uses what layer 'net.2' returned (tanh)"]),
-    (Named, ["uses blocks.0.linear.weight, which is on another stage"]),
     (AsksFirst, ["uses blocks.0.linear.weight, which is on another stage"]),
     (FarSkip, ["uses what layer 'blocks.0' returned", "which is on another stage"]),
 ])  # fmt: skip

@@ -1,11 +1,9 @@
 """The traces that ship with the package, and their loader."""
 
 import doctest
-import sys
 from importlib import import_module, resources
 
 import pytest
-from support.scripts import completed
 
 from lightning_recycle.callbacks import FaultInjectionCallback
 from lightning_recycle.errors import ConfigurationError
@@ -77,17 +75,6 @@ def test_licence_and_origin_ship_with_the_data():
     folder = resources.files("lightning_recycle.traces")
     assert "MIT License" in folder.joinpath("LICENSE").read_text()
     assert "Bamboo" in folder.joinpath("README.md").read_text()
-
-
-@pytest.mark.parametrize("package", ["lightning_recycle.traces", "lightning_recycle.simulation"])
-def test_importing_loads_neither_torch_nor_lightning_nor_solvers(package):
-    code = f"import sys, {package}; print(*sys.modules)"
-    loaded = completed([sys.executable, "-c", code], check=True).stdout.split()
-    assert not {"torch", "lightning", "mip", "highspy", "ortools", "numpy"}.intersection(loaded)
-    if package.endswith("traces"):
-        assert not any(
-            name.startswith(("lightning_recycle.simulation", "lightning_recycle.planning")) for name in loaded
-        )
 
 
 @pytest.mark.parametrize("package", ["lightning_recycle.traces", "lightning_recycle.simulation"])
