@@ -57,11 +57,6 @@ def test_a_worker_is_given_up_only_if_a_peer_can_do_its_work(changed, evicted, w
     assert (set(found.evict), set(found.waits)) == (evicted, waited)
 
 
-def test_the_last_that_holds_a_stage_is_waited_for():
-    assert ruled({0: stands(50.0)}, live=ALL - {2, 4}).evict == {}
-    assert ruled({0: stands(50.0)}, holders=ALL - {2, 4}).evict == {}, "who has no state yet cannot stand in for it"
-
-
 def test_a_process_that_is_about_to_join_is_judged_by_the_same_rules():
     assert ruled({0: stands(5.1)}, holders=ALL - {0}).evict.keys() == {0}
 

@@ -234,16 +234,6 @@ def test_a_run_that_is_over_leaves_no_thread():
     assert not threads()
 
 
-@pytest.mark.parametrize("begins", [False, True])
-def test_a_run_that_has_nothing_to_plan_leaves_no_thread(begins):
-    planner = PlanProvider(planning.Grid(2, 2, 2), PlanningOptions())
-    if begins:
-        planner.plan_ahead(frozenset(), {})
-        assert wait_for(lambda: is_idle(planner.background), 60)
-    planner.close()
-    assert not threads()
-
-
 def plan_again_and_again(problem: planning.Problem, planner: str) -> None:
     while True:
         planning.plan(problem, planner)

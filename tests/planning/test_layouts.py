@@ -150,26 +150,6 @@ def test_the_stall_is_the_switch_the_copies_and_what_fills_the_pipelines():
     assert plan.chosen.stall == pytest.approx(2.0 + plan.chosen.judgement.fill + plan.chosen.busiest / 1e9)
 
 
-@pytest.mark.parametrize(("layers", "fixed", "reason"), [
-    (equal_layers(4), "", "one cut only"),
-    (equal_layers(16), "layer 3 has no LayerSpec", "layers do not move: layer 3 has no LayerSpec"),
-    (layer_cuts.LayerCosts((9.0, *(0.001,) * 7), (9.0, *(0.001,) * 7), (9.0, *(0.001,) * 7)), "", "no cut is faster"),
-], ids=["as many layers as stages", "cannot be built elsewhere", "one huge layer"])  # fmt: skip
-def test_layers_that_cannot_move_are_refused_in_one_line(layers, fixed, reason):
-    problem, cuts = after(layers, planning.Grid(3, 4, 6), (1, 0))
-    plan = layouts.plan_layout(problem, layers, cuts, next_change=1e6, fixed=fixed)
-    assert plan.chosen is plan.reroute
-    assert reason in plan.layers.refused
-
-
-def test_memory_that_admits_no_other_cut():
-    layers = equal_layers(16, held_bytes=(1e5,) * 16, memory_limit=4.5e6)
-    problem, cuts = after(layers, planning.Grid(3, 4, 6), (1, 2))
-    plan = layouts.plan_layout(problem, layers, cuts, next_change=1e6)
-    assert plan.chosen is plan.reroute
-    assert plan.layers.refused == "no faster cut leaves room for one micro-batch on a worker of every stage"
-
-
 def test_transfers_take_turns_among_the_owners():
     grid = planning.Grid(3, 2, 1)
     found = layer_cuts.transfers(grid, range(1, 6), (0, 2, 4), (0, 1, 4))

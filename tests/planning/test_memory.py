@@ -80,17 +80,6 @@ def test_a_plan_whose_backwards_are_fused_begins_its_stages_as_late_as_its_order
     assert schedule.period <= planning.retime(schedule, schedule.problem.costs).period + 1e-9
 
 
-def test_a_mixture_is_timed_again():
-    schedule = planning.plan(running(4, 2.0))
-    assert {B, W, BW} <= kinds(schedule).keys()
-    slower = planning.retime(schedule, planning.Costs.uniform(4, 2.0, 2.0, 2.0))
-    planning.validate(slower)
-    assert slower.period == 2 * schedule.period
-    assert [slower.program(worker) for worker in slower.live_workers] == [
-        schedule.program(worker) for worker in schedule.live_workers
-    ]
-
-
 @pytest.mark.parametrize(("change", "says"), [
     ({"capacity": (9.0, 9.0, 3.9, 9.0)}, r"memory: \(\d, 2\) holds 4 bytes in F"),
     ({"fixed": (0.0, 0.0, 0.1, 0.0)}, r"memory: \(\d, 2\) holds 4 bytes in F"),

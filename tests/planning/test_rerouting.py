@@ -113,13 +113,6 @@ def local(schedule: planning.Schedule) -> int:
     )
 
 
-def test_after_one_failure_every_other_worker_keeps_its_own_microbatches():
-    plan = planning.heuristic(planning.Problem(GRID, UNIT, frozenset({planning.Worker(2, 1)})))
-    mapped = renamed(plan, replace(plan.problem, failed=frozenset({planning.Worker(0, 1)})))
-    planning.validate(mapped)
-    assert local(mapped) == local(plan) == 4 * 3 * 6 - 6
-
-
 def test_one_plan_for_each_distribution_serves_all_pairs():
     plans: dict[planning.Problem, planning.Schedule] = {}
     for pair in combinations(GRID.workers(), 2):

@@ -104,12 +104,3 @@ def test_splitting_that_costs_more_than_it_wins_is_off():
     assert (facts["split"], facts["cost"]) == (False, choice.splitting)
     assert facts["fused_seconds"] == 27 < facts["split_seconds"]
     assert facts["wins"] == pytest.approx(1 - facts["split_seconds"] / 27)
-
-
-def test_one_stage_has_nothing_to_win():
-    assert not chosen(grid=Grid(3, 1, 6)).splits
-
-
-def test_a_failure_can_make_splitting_pay():
-    """With as many micro-batches as these there are hardly any bubbles, unless the peers of the dead leave some."""
-    assert chosen(1.06, Worker(1, 2)).splits

@@ -74,22 +74,6 @@ def test_orders_at_equal_speeds_are_those_of_before_there_were_others(problem, d
     assert hashlib.sha256(text.encode()).hexdigest()[:16] == digest
 
 
-@pytest.mark.parametrize("stage", range(3))
-@pytest.mark.parametrize("factor", [1.5, 2.0, 4.0])
-@pytest.mark.parametrize("staggered", [True, False])
-def test_a_slow_worker_runs_fewer_microbatches_and_the_period_shows_it(stage, factor, staggered):
-    slow = p.Worker(0, stage)
-    problem = p.Problem(
-        p.Grid(3, 3, 6), p.Costs.uniform(3), technique=p.Technique(staggered=staggered), in_flight_limit=(5, 5, 5),
-        worker_factors={slow: factor},
-    )  # fmt: skip
-    schedule = p.heuristic(problem)
-    ignorant = p.retime(p.heuristic(replace(problem, worker_factors=())), problem.costs, problem.worker_factors)
-    assert loads(ignorant)[slow] == 6
-    assert loads(schedule)[slow] < 6
-    assert schedule.period < 0.93 * ignorant.period
-
-
 def test_a_little_slowness_moves_nothing():
     problem = p.Problem(p.Grid(3, 3, 6), p.Costs.uniform(3), worker_factors={p.Worker(0, 1): 1.05})
     assert loads(p.heuristic(problem))[p.Worker(0, 1)] == 6

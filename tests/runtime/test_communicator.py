@@ -583,11 +583,3 @@ def test_who_dials_says_whom_it_cannot_reach(with_2_hidden):
         assert f"rank {3 - rank}" in str(caught.value)
     with_2_hidden.regroup(0, 1, 3)
     assert_same(transfer(with_2_hidden, [torch.ones(3)]), [torch.ones(3)])
-
-
-def test_abort_ends_dialing(with_2_hidden):
-    with_2_hidden.generation += 1
-    for rank in (1, 2):
-        with_2_hidden.members[rank].start(tasks.configure, with_2_hidden.generation, (1, 2), 1, True)
-    for rank in (1, 2):
-        assert_abort_unblocks(with_2_hidden, rank, with_2_hidden.generation)

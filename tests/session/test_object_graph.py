@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 from torchmetrics import MeanSquaredError
 
 from lightning_recycle.session.object_graph import LargeData, ObjectGraph
@@ -262,17 +261,6 @@ def test_the_senders_objects_are_not_changed():
     _carried(sender, Net())
     assert vars(sender) == state
     assert [tensor._version for tensor in sender.state_dict().values()] == versions
-
-
-def test_a_sampler_with_a_generator_goes_on_where_the_senders_does():
-    def loader() -> DataLoader[Any]:
-        sampler = WeightedRandomSampler([1.0] * 8, 8, generator=torch.Generator().manual_seed(7))
-        return DataLoader(TensorDataset(torch.arange(8.0)), batch_size=2, sampler=sampler)
-
-    sender, receiver = loader(), loader()
-    list(sender.sampler)
-    _carried(sender, receiver, "loader")
-    assert list(sender.sampler) == list(receiver.sampler)
 
 
 def test_attributes_that_cannot_be_pickled_are_named():
