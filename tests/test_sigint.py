@@ -14,8 +14,8 @@ def test_ctrl_c_interrupts_as_a_terminal_has_it():
 
 
 def test_so_it_is_when_the_suite_was_started_with_sigint_ignored():
-    before = f"{__file__}::{test_ctrl_c_interrupts_as_a_terminal_has_it.__name__}"
     ignoring = ["sh", "-c", 'trap "" INT; exec "$@"', "sh"]
-    command = [*ignoring, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", before]
-    done = completed(command)
-    assert done.returncode == 0, done.stdout
+    code = "import test_sigint; test_sigint.test_ctrl_c_interrupts_as_a_terminal_has_it()"
+    done = completed([*ignoring, sys.executable, "-c", f"import conftest; {code}"])
+    assert done.returncode == 0, done.stderr
+    assert completed([*ignoring, sys.executable, "-c", code]).returncode, "without what conftest.py does"

@@ -101,19 +101,6 @@ def test_costs_and_memory_of_a_profile(tmp_path):
     assert "4000 of 4500" in out
 
 
-def test_bytes_that_w_does_not_need_make_room_for_more_microbatches(tmp_path):
-    """As in a run: a number of micro-batches is not the limit, but what each of them holds at the time."""
-    stage = planning.StageProfile(1.0, 1.0, 1.0, activation_bytes=1000, waiting_bytes=250)
-    planning.save_profile(tmp_path / "profile.json", planning.Profile((stage,) * 4))
-    settings = ("costs=profile", "costs.path=profile.json", "memory.bytes=4000", "output=plan.json")
-    plan(tmp_path, *settings, "failures=[[1,2]]")
-    one = planning.load_plan(tmp_path / "plan.json").schedule
-    assert max(map(one.peak_in_flight, one.live_workers)) > 4
-    assert max(map(one.peak_memory, one.live_workers)) <= 4000
-    plan(tmp_path, *settings, "failures=1")
-    assert planning.load_plan(tmp_path / "plan.json").schedule.problem.memory == one.problem.memory
-
-
 def test_one_of_a_thing_is_no_plural(tmp_path):
     few = ["grid.pipelines=1", "grid.stages=1", "grid.microbatches=1", "memory.in_flight=1"]
     row = next(line for line in plan(tmp_path, *few).splitlines() if "peak memory" in line)
@@ -123,13 +110,6 @@ def test_one_of_a_thing_is_no_plural(tmp_path):
         "0 calls",
         "2,000 micro-batches",
     ]
-
-
-def test_a_number_of_failures_is_carried_where_it_costs_least(tmp_path):
-    plan(tmp_path, "failures=4", "output=plan.json")
-    schedule = planning.load_plan(tmp_path / "plan.json").schedule
-    assert {worker.stage for worker in schedule.failed} == {0, 1, 2, 3}
-    assert schedule.period == 27
 
 
 def test_a_sweep_has_a_folder_for_each_job_and_a_table_of_all(tmp_path):
@@ -161,18 +141,6 @@ def test_a_sweep_with_an_impossible_job_runs_none(tmp_path):
         (["-m", "grid.stages=2,three"], "grid.stages=three: give an integer of at least 1."),
     ]
     assert [out for _, out, _ in check_refused("recycle-plan", tmp_path, bad, "hydra.sweep.dir=jobs")] == [""] * 4
-
-
-@pytest.mark.long
-def test_a_library_is_filled_and_then_used(tmp_path):
-    (first, second) = run_all("recycle-plan", tmp_path, *[["failures=2", "library=plans", "output=null"]] * 2)
-    assert first[0] == second[0] == 0
-    assert first[1] == second[1] or "Plan library" in second[1]
-    files = sorted((tmp_path / "plans").iterdir())
-    assert len(files) == 2 * (1 + 4 + 10), "for none, one and two failures in four stages, with two limits on memory"
-    shown = plans_of_library(second[1])
-    assert len(shown) == len(files)
-    assert [shown[0][0], shown[-1][0]] == ["0/0/0/0", "0/0/1/1"], "the last is after normalization"
 
 
 def test_a_library_has_the_likeliest_plans_if_there_are_too_many(tmp_path):

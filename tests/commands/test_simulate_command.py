@@ -262,15 +262,8 @@ def test_a_sweep_with_an_impossible_job_runs_none(tmp_path):
     assert (code, out, err) == (2, "", f"recycle-simulate: {message}\n")
 
 
-@pytest.mark.parametrize("sweep", [[], ["-m"]])
-def test_a_folder_in_a_missing_folder_is_refused_and_not_made(tmp_path, sweep):
-    calls = [([*sweep, *SMALL, "seeds=1,2" if sweep else "seeds=1", "output=mistyped/here"], "no folder mistyped")]
-    check_refused("recycle-simulate", tmp_path, calls)
-    assert not (tmp_path / "mistyped").exists()
-
-
 @pytest.mark.parametrize("sweep", [[], ["-m", "seeds=1,2"]])
-def test_a_file_in_place_of_the_folder_is_refused(tmp_path, sweep):
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path, sweep):
     (tmp_path / "plan.json").write_text("{}")
     calls = [
         (
@@ -279,8 +272,10 @@ def test_a_file_in_place_of_the_folder_is_refused(tmp_path, sweep):
         ),
         ([*sweep, *SMALL, "output=plan.json/x"], "output=plan.json/x: plan.json is a file, not a folder: give another"),
         ([*sweep, *SMALL, "output=/proc/x"], "output=/proc/x: nothing can be written in /proc (No such file"),
+        ([*sweep, *SMALL, "output=mistyped/here"], "no folder mistyped"),
     ]
     check_refused("recycle-simulate", tmp_path, calls)
+    assert not (tmp_path / "mistyped").exists()
 
 
 def test_a_folder_that_cannot_be_written_is_bad_input(tmp_path):

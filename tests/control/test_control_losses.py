@@ -163,6 +163,12 @@ def test_replicas_that_are_all_silent_are_waited_for_until_their_bound_and_the_r
         for client in silent:
             client.heartbeat_interval = 1000.0
         plane.until(lambda: len(plane.events("suspected")) == 2)
+
+        def is_seen() -> bool:
+            positions = plane.coordinator.view().status.positions
+            return [position.state.value for position in positions if position.cause] == ["suspected"] * 2
+
+        plane.until(is_seen)
         for client in silent:
             beat(client, client.rank)
         plane.until(lambda: len(plane.events("cleared")) == 2)

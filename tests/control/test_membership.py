@@ -31,23 +31,6 @@ def test_what_is_over_or_of_a_lost_worker_changes_nothing(stale):
     assert transition(state, stale) == (state, ())
 
 
-@pytest.mark.parametrize(
-    "again",
-    [
-        mf.report(0, 0), s.Joined(0), m.Applied(0, 0, {}), m.Applied(0, 1, {}), m.Losses(1, 0, {0: 0.5}),
-        m.Losses(1, 1, {0: 0.5}), m.Commit(0, 0, 0, "payload of 0"), m.Commit(0, 0, 1, "payload of 0"),
-        m.Arrive(0, 0, "first", None), m.Arrive(0, 1, "second", None),
-    ],
-    ids=repr,
-)  # fmt: skip
-def test_messages_that_arrive_a_second_time_change_nothing(again):
-    state = mf.running()
-    for step, name in enumerate(("first", "second")):
-        events = [mf.all_losses(step), *mf.commits(mf.ALL, 0, step), *mf.applied(mf.ALL, step)]
-        state, _ = mf.feed(state, *events, *(m.Arrive(rank, step, name, None) for rank in mf.ALL))
-    assert transition(state, again) == (state, ())
-
-
 # ---------------------------------------------------------------------- the commit
 
 

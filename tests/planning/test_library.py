@@ -1,5 +1,6 @@
 """The plan library: the right plan at once, or none; damaged and foreign files are reported and replaced."""
 
+import functools
 import gzip
 import json
 import logging
@@ -16,6 +17,7 @@ from lightning_recycle.errors import ConfigurationError, PlanningError
 
 GRID = planning.Grid(3, 4, 6)
 PROBLEM = planning.Problem(GRID, planning.Costs.uniform(4), frozenset({planning.Worker(1, 2)}))
+solved = functools.cache(planning.solve)
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ def only_file(path: Path) -> Path:
 
 
 def test_a_stored_plan_is_there_in_milliseconds(tmp_path):
-    result = planning.solve(PROBLEM)
+    result = solved(PROBLEM)
     planning.PlanLibrary(tmp_path / "plans").put(result)
     library = planning.PlanLibrary(tmp_path / "plans")
     began = time.perf_counter()
@@ -57,7 +59,7 @@ def test_a_stored_plan_is_there_in_milliseconds(tmp_path):
 def test_the_plan_of_another_problem_is_not_taken_and_the_miss_has_a_reason(tmp_path, other, reason):
     library = planning.PlanLibrary(tmp_path)
     assert library.miss(PROBLEM) == f"{tmp_path} holds no plans"
-    library.put(planning.solve(PROBLEM))
+    library.put(solved(PROBLEM))
     assert library.get(other) is None
     assert reason in library.miss(other)
     assert "planner" in planning.PlanLibrary(tmp_path, "highs").miss(PROBLEM)
@@ -68,7 +70,7 @@ def test_the_plan_of_another_problem_is_not_taken_and_the_miss_has_a_reason(tmp_
 
 
 def test_plans_of_another_planner_or_version_are_not_taken(tmp_path, monkeypatch):
-    planning.PlanLibrary(tmp_path).put(planning.solve(PROBLEM))
+    planning.PlanLibrary(tmp_path).put(solved(PROBLEM))
     for planner in (
         "highs",
         planning.HeuristicPlanner(effort=7),
@@ -109,7 +111,7 @@ def other_workers(plan: dict[str, Any]) -> None:
     (edited(lambda plan: plan["problem"].update(in_flight_limit=[9, 9, 9, 9])), "not the plan that its name says"),
 ])  # fmt: skip
 def test_a_damaged_file_is_reported_once_and_replaced(tmp_path, damage, reason, caplog):
-    planning.PlanLibrary(tmp_path).put(planning.solve(PROBLEM))
+    planning.PlanLibrary(tmp_path).put(solved(PROBLEM))
     damage(only_file(tmp_path))
     library = planning.PlanLibrary(tmp_path)
     with caplog.at_level(logging.WARNING):
@@ -121,11 +123,11 @@ def test_a_damaged_file_is_reported_once_and_replaced(tmp_path, damage, reason, 
     assert "\n" not in record.getMessage()
     assert reason in record.getMessage()
     (computed,) = library.compute([PROBLEM], processes=1)
-    assert computed.schedule == planning.heuristic(PROBLEM) == planning.PlanLibrary(tmp_path).get(PROBLEM)
+    assert computed.schedule == solved(PROBLEM).schedule == planning.PlanLibrary(tmp_path).get(PROBLEM)
 
 
 def test_a_plan_serves_every_set_of_failed_workers_with_its_distribution(tmp_path):
-    planning.PlanLibrary(tmp_path).put(planning.solve(PROBLEM))
+    planning.PlanLibrary(tmp_path).put(solved(PROBLEM))
     library = planning.PlanLibrary(tmp_path)
     for pipeline in range(3):
         problem = replace(PROBLEM, failed=frozenset({planning.Worker(pipeline, 2)}))
@@ -211,7 +213,7 @@ def test_a_planner_that_cannot_travel_to_another_process_plans_here(tmp_path):
 
 
 def test_wrong_plans_and_paths_are_refused(tmp_path):
-    schedule = planning.heuristic(PROBLEM)
+    schedule = solved(PROBLEM).schedule
     with pytest.raises(planning.InvalidScheduleError):
         planning.PlanLibrary(tmp_path).put(replace(schedule, period=1.0))
     (tmp_path / "file").write_text("")

@@ -1,5 +1,6 @@
 """plan.json and profile.json: what is written is what is read, and nothing wrong is read."""
 
+import functools
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,11 +14,12 @@ from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.schedule import SolverUse
 
 PROBLEM = planning.Problem(planning.Grid(3, 4, 6), planning.Costs.uniform(4), frozenset({planning.Worker(1, 2)}))
+solved = functools.cache(planning.solve)
 
 
 def test_a_plan_comes_back_as_it_was(tmp_path):
     path = tmp_path / "new" / "plan.json"
-    result = planning.solve(PROBLEM)
+    result = solved(PROBLEM)
     planning.save_plan(path, result)
     loaded = planning.load_plan(path)
     assert loaded.schedule == result.schedule
@@ -79,7 +81,7 @@ def overlap(data: dict[str, Any]) -> None:
 ])  # fmt: skip
 def test_a_wrong_plan_is_refused_in_one_line(tmp_path, change, message):
     path = tmp_path / "plan.json"
-    planning.save_plan(path, planning.solve(PROBLEM))
+    planning.save_plan(path, solved(PROBLEM))
     data = json.loads(path.read_text())
     change(data)
     path.write_text(json.dumps(data))
@@ -115,7 +117,7 @@ def test_an_interrupted_write_leaves_the_old_file_and_nothing_else(tmp_path, mon
 
     monkeypatch.setattr(files_module.os, "fsync", fail)
     with pytest.raises(PlanningError, match="No space left"):
-        planning.save_plan(path, planning.solve(PROBLEM))
+        planning.save_plan(path, solved(PROBLEM))
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 

@@ -50,13 +50,6 @@ def test_the_price_of_memory_with_recomputation(failed, capacity, without, with_
         assert max(map(schedule.peak_memory, schedule.live_workers)) <= capacity * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("capacity", [4, 9])
-def test_nothing_is_computed_again_where_there_is_room(capacity):
-    schedule = planning.plan(running(capacity, 0.1))
-    assert again(schedule) == [0, 0, 0, 0]
-    assert schedule.period == planning.plan(running(capacity, None)).period
-
-
 def test_only_what_memory_requires_is_computed_again():
     """By stage, and within a stage by micro-batch; never at the last stage."""
     counts = again(planning.plan(running(1.5, 0.5, NOBODY)))

@@ -11,14 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.waiting import PATIENCE
-from test_deferred import split
+from test_deferred import WIDTH, Conv1D, split
 from torch import Tensor, nn
 
 from lightning_recycle.devices import storage_bytes
 from lightning_recycle.runtime.deferred import WeightGradQueue, intercept_linear
 from lightning_recycle.runtime.stage import Stage
 
-WIDTH = 16
 COMPILERS = [
     "aot_eager",
     pytest.param(
@@ -45,15 +44,6 @@ class Twice(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear((self.linear(x) + self.linear(x)).tanh())
-
-
-class Conv1D(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(WIDTH, WIDTH)), nn.Parameter(torch.randn(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(x.shape)
 
 
 class Frozen(nn.Sequential):

@@ -74,23 +74,6 @@ def test_what_arrives_before_the_group_exists_is_not_lost(device):
     assert torch.equal(received, sent)
 
 
-def test_the_end_of_the_connection_ends_a_receive(device):
-    ours, theirs = connected()
-    group, _ = device.create_group(0, 2, {1: ours})
-    work = group.recv([torch.zeros(1)], 1, 0)
-    theirs.close()
-    with pytest.raises(RuntimeError, match=r"[Cc]onnection"):
-        work.wait()
-
-
-def test_groups_leave_no_descriptors_behind(device):
-    pair(device, connected())
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(10):
-        assert all_reduce(pair(device, connected()))[0][0] == 11.0
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
 def test_a_forked_process_does_not_destroy_a_group_that_is_garbage(device):
     """Or it would wait for threads that it has not: a process of a DataLoader, forked after a failure, hung."""
     cycle = [*pair(device, connected())]
