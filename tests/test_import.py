@@ -98,16 +98,6 @@ def test_recycle_is_registered_in_any_order_of_imports_and_lightning_alone_does_
     assert in_child(f"import lightning\n{registered}") == "False"
 
 
-def test_trainer_accepts_the_name():
-    import lightning as L
-
-    import lightning_recycle
-
-    trainer = L.Trainer(strategy="recycle", accelerator="cpu", devices=2, logger=False, enable_checkpointing=False)
-    assert type(trainer.strategy) is lightning_recycle.ReCycleStrategy
-    assert trainer.world_size == 2
-
-
 @pytest.mark.parametrize(
     "first",
     sampled(

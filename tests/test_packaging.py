@@ -1,6 +1,5 @@
 """What is installed is what the repository holds: packages, configuration files, type marker."""
 
-import importlib.resources
 import re
 import sys
 import venv
@@ -39,16 +38,6 @@ def wheel(tmp_path_factory) -> Path:
     assert built.returncode == 0, built.stdout + built.stderr
     (file,) = target.glob("*.whl")
     return file
-
-
-def test_installed_package_has_every_configuration_file():
-    conf = importlib.resources.files("lightning_recycle.conf")
-    assert expected_configuration()
-    assert {name for name in expected_configuration() if not (conf / name).is_file()} == set()
-
-
-def test_installed_package_is_typed():
-    assert (importlib.resources.files("lightning_recycle") / "py.typed").is_file()
 
 
 def test_wheel_holds_every_package_and_configuration_file(wheel):

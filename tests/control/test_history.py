@@ -44,10 +44,6 @@ def recorder(monkeypatch) -> Recorder:
     return Recorder(monkeypatch)
 
 
-def test_an_event_says_when_in_which_generation_and_step_and_who(recorder):
-    assert recorder.at(1003.0, "left", step=9, rank=3) == Event("left", 1003.0, 4, 9, (1, 1), None, {})
-
-
 def test_a_suspicion_that_is_waited_out_is_recorded_and_logged_with_its_limit_and_reason(recorder, caplog):
     cause, reason = "it was silent for more than 5 s", "no other worker that holds stage 0 is well"
     recorder.history.suspect(2, cause, 5.125, 300.0, reason, STATE)

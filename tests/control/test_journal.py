@@ -16,7 +16,6 @@ from lightning_recycle.control.journal import Journal, JournaledState, Over, def
 from lightning_recycle.control.protocol.messages import AfterStep, Answer, Process, StopReason
 from lightning_recycle.control.protocol.state import Faults, Remembered, Roster, StopRound
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.files import temporary_path
 from lightning_recycle.processes import process_space
 
 KEY = b"the key of this test"
@@ -67,13 +66,6 @@ def test_the_file_stays_only_while_a_worker_lives_that_could_go_on(tmp_path: Pat
     journal.write(KEPT, {rank: Process("token", pid, "a node", process_space()) for rank, pid in pids.items()})
     journal.leave()
     assert (tmp_path / "state").exists() == lives
-
-
-def test_a_writer_that_dies_in_the_middle_leaves_what_was_there(tmp_path: Path) -> None:
-    path = tmp_path / "state"
-    Journal(path, KEY).write(KEPT, HOLDERS)
-    temporary_path(path).write_bytes(path.read_bytes()[:100])  # as a writer that was killed leaves it
-    assert Journal(path, KEY).kept == KEPT
 
 
 def test_a_file_that_was_removed_is_written_anew(tmp_path: Path) -> None:

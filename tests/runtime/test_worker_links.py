@@ -107,16 +107,9 @@ def test_the_codes_of_a_link_need_the_key_and_are_of_one_generation_and_directio
     assert len(codes) == 6
 
 
-@pytest.mark.parametrize(
-    "name",
-    [LINK.code("name", OTHER_KEY, 3), LINK.code("name", KEY, 2), Link("activations", 1, 0).code("name", KEY, 3)],
-    ids=["another key", "an earlier generation", "another link"],
-)
-def test_a_dialer_that_is_not_awaited_is_refused(
-    gates: list[Gate], name: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_dialer_that_is_not_awaited_is_refused(gates: list[Gate], caplog: pytest.LogCaptureFixture) -> None:
     acceptor = Acceptor(gates[1])
-    acceptor.stranger.sendall(name)
+    acceptor.stranger.sendall(LINK.code("name", KEY, 2))
     acceptor.refuses()
     assert "it knows no name of a link that is awaited" in caplog.text
 
