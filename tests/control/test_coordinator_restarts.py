@@ -115,8 +115,7 @@ def test_a_worker_gives_up_a_coordinator_that_does_not_come_back(coordinator):
 # ---------------------------------------------------------------------- merely stopped, it is waited for
 
 
-STOPPED = 2.0  # seconds
-QUIET = 3.0  # seconds of silence until workers give a coordinator up
+STOPPED = 1.0  # seconds
 
 
 def begun(address: tuple[str, int]) -> tuple[list[ThreadClient], list[Member]]:
