@@ -112,30 +112,18 @@ def test_a_worker_gives_up_a_coordinator_that_does_not_come_back(coordinator):
     assert {client.exit_code for client in clients} == {EXIT_LOST_COORDINATOR}
 
 
-# ---------------------------------------------------------------------- merely stopped, it is waited for
-
-
-STOPPED = 1.0  # seconds
-
-
-def begun(address: tuple[str, int]) -> tuple[list[ThreadClient], list[Member]]:
-    """Four workers after their first step."""
-    clients = [ThreadClient(None, address, KEY.encode(), 0.05, wants=WANTS) for _ in range(4)]
-    assert sorted(found.rank for found in together(*(client.await_assignment for client in clients))) == [0, 1, 2, 3]
-    members = [Member(client, 2) for client in clients]
-    together(*(member.join for member in members))
-    together(*(member.step for member in members))
-    return clients, members
-
-
 def test_workers_outlive_a_stop_of_the_coordinator_even_in_the_middle_of_a_large_message():
     with listening("--runs", "1") as (process, address):
-        clients, members = begun(address)
+        clients = [ThreadClient(None, address, KEY.encode(), 0.05, wants=WANTS) for _ in range(4)]
+        together(*(client.await_assignment for client in clients))
+        members = [Member(client, 2) for client in clients]
+        together(*(member.join for member in members))
+        together(*(member.step for member in members))
         process.send_signal(signal.SIGSTOP)
         large = os.urandom(30_000_000)  # more than both buffers
         arrivals = [in_thread(client.arrive, "state", large) for client in clients[:1]]
         arrivals += [in_thread(client.arrive, "state", None) for client in clients[1:]]
-        time.sleep(STOPPED)
+        time.sleep(1.0)
         process.send_signal(signal.SIGCONT)
         for arrival in arrivals:
             assert arrival.result(PATIENCE)[clients[0].rank] == large

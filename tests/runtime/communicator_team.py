@@ -478,10 +478,6 @@ def receive_computed(communicator: Communicator, source: int) -> list[float]:
     return value.unique().tolist()
 
 
-def close(communicator: Communicator) -> None:
-    communicator.close()
-
-
 def foreign_socket_survives_abort(communicator: Communicator, generation: int) -> bytes:
     """A socket of the process's own, opened before and after the groups, is not theirs to shut down."""
     import socket
