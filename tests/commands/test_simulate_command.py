@@ -14,7 +14,6 @@ from hydra.utils import get_class, instantiate
 from omegaconf import OmegaConf
 from support.scripts import completed
 
-from lightning_recycle import __version__
 from lightning_recycle.commands.simulate import model_from
 from lightning_recycle.simulation import Cluster, FailureRate, Poisson, Restart, available_models, get_model, repeat
 
@@ -39,16 +38,6 @@ def options(group: str) -> list[str]:
 def composed(*overrides: str) -> dict[str, Any]:
     with initialize_config_dir(str(CONF), version_base=None):
         return OmegaConf.to_container(compose("simulate", overrides=list(overrides)), resolve=True)
-
-
-def test_the_installed_script_simulates(tmp_path):
-    script = Path(sys.executable).with_name("recycle-simulate")
-    if not script.exists():
-        pytest.skip("the package is not installed with its scripts")
-    done = completed([script, *SMALL, "policy=restart"], cwd=tmp_path)
-    said = "simulating gpt3_medium, Restart (1F1B), failure every 2 h: 3 runs of 6 h\n"
-    assert (done.returncode, done.stderr) == (0, said)
-    assert "samples/s" in done.stdout
 
 
 def test_each_job_says_at_its_start_what_its_failures_mean_and_nothing_else(tmp_path):
@@ -160,19 +149,6 @@ def test_nothing_is_written_unless_it_is_asked_for(tmp_path):
     for arguments in (few, ["-m", *few, "failures.mtbf=1h,2h"], ["--help"], ["--version"]):
         assert "wrote" not in simulate(tmp_path, *arguments)
         assert list(tmp_path.iterdir()) == [], arguments
-
-
-def test_help_has_its_own_groups_and_the_comments_of_the_settings(tmp_path):
-    shown = simulate(tmp_path, "policy=restart", "--help")
-    usage, _, _, _, *examples = shown.splitlines()[:7]
-    assert usage.startswith("usage: recycle-simulate ")
-    assert all(line.startswith("  recycle-simulate ") for line in examples)
-    for group in ("model", "policy", "failures"):
-        assert f"\n  {group}\n" in shown
-    assert "\n  * restart          Restart from the newest checkpoint.\n" in shown
-    for foreign in ("callbacks", "hydra.", "_target_", "${", "$$"):
-        assert foreign not in shown
-    assert simulate(tmp_path, "--version") == f"recycle-simulate {__version__}\n"
 
 
 def test_one_schedule_for_all_policies(tmp_path):

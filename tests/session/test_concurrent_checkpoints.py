@@ -231,30 +231,31 @@ def test_a_worker_that_joined_takes_up_what_follows_and_what_is_to_be_repeated()
     assert old.sent[-1].batch == new.sent[-1].batch
 
 
+@pytest.fixture
+def not_written(monkeypatch) -> None:
+    """No batch is written."""
+    batches = concurrent_checkpoints.CheckpointBatch
+    monkeypatch.setattr(batches, "start", lambda batch: setattr(batch, "is_sealed", True))
+
+
+@pytest.mark.usefixtures("not_written")
 def test_the_leader_names_a_whole_file_whose_writer_was_lost(tmp_path):
     whole, path = tmp_path / ".a.writing", tmp_path / "a.ckpt"
     for rank in (0, 1):  # the second one leads
         whole.write_text("whole")
         worker = Worker(rank)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                concurrent_checkpoints.CheckpointBatch, "start", lambda batch: setattr(batch, "is_sealed", True)
-            )
-            worker.ask(4, str(path))
+        worker.ask(4, str(path))
         worker.hear((None,), {0: str(whole)})
         assert path.exists() == (rank == 1)
     assert path.read_text() == "whole"
     assert not whole.exists()
 
 
+@pytest.mark.usefixtures("not_written")
 def test_the_leader_discards_a_new_file_of_a_batch_that_was_given_up():
     for rank, discarded in ((0, []), (1, ["a.ckpt"])):
         worker = Worker(rank)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                concurrent_checkpoints.CheckpointBatch, "start", lambda batch: setattr(batch, "is_sealed", True)
-            )
-            worker.ask(4, "a.ckpt")
+        worker.ask(4, "a.ckpt")
         worker.hear((SaveFailure("its writer was lost"),))
         assert worker.discarded == discarded
 
