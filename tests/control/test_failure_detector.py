@@ -253,6 +253,13 @@ def test_nobodys_silence_or_work_counts_while_the_coordinator_itself_was_stopped
     assert silent(watch, 66.0, 0).keys() == {0}
 
 
+def test_a_new_process_in_the_place_of_a_lost_one_starts_afresh(watch):
+    watch.forget(3)
+    assert silent(watch, 100.0, 3) == {}
+    watch.record_message(3, 100.0)
+    assert silent(watch, 107.0, 3) == {}, "it has not reported yet"
+
+
 def test_all_replicas_of_a_stage_that_are_silent_are_waited_for_and_named_once(watch):
     assert silent(watch, 6.0, 0, 2) == {}
     watch.record_message(1, 7.0)
@@ -333,6 +340,14 @@ SECONDS = {0: {"F": 0.1}, 1: {"F": 2.0}}  # stage 1 is slow
 def test_the_time_since_the_last_heartbeat_counts_and_the_stage_has_its_own_limits(watch, culprit, began, found):
     all_wait_but(watch, culprit, seconds=10.0 - began)
     assert (culprit in stuck(watch, 11.5, state(), SECONDS)) is found
+
+
+def test_of_a_silent_worker_nothing_is_known(watch):
+    """It may long be done with what it said last; its silence is judged instead."""
+    all_wait_but(watch, 2, seconds=1.0)
+    for rank in (0, 1, 3):
+        watch.record_message(rank, 14.9)
+    assert stuck(watch, 14.9, state(), {0: {"F": 0.1}, 1: {"F": 0.1}}) == set()
 
 
 def test_what_a_worker_said_in_the_end_of_a_silence_says_nothing_of_the_time_before(watch):
