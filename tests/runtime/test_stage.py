@@ -302,6 +302,18 @@ def test_gradients_go_back_for_what_has_some_and_are_none_for_the_rest():
     assert grads[5].shape == (4,)
 
 
+def test_what_came_without_a_graph_gets_no_gradient():
+    """A mask of floating-point numbers, or the output of a frozen stage."""
+    stage = Stage([Relay().double()], 1, SEED, CPU)
+    x = torch.ones(2, 4, WIDTH, dtype=torch.float64)
+    tokens, mask = torch.zeros(2, 4, dtype=torch.int64), torch.ones(2, 4, dtype=torch.bool)
+    sent = stage.forward(
+        STEP, 0, (x, None, tokens, mask, x.mean(), torch.ones(4, dtype=torch.float64)), split_backward=True
+    )
+    grads = stage.backward_input(0, tuple(None if item is None else torch.ones_like(item) for item in sent))
+    assert grads == (None,) * 6
+
+
 def test_a_forgotten_microbatch_holds_nothing():
     layer = nn.Linear(WIDTH, WIDTH).double()
     stage = Stage([layer], 1, SEED, CPU)

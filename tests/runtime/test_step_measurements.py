@@ -203,6 +203,14 @@ def test_on_a_device_the_allocator_tells_what_is_held_and_what_is_taken_meanwhil
     assert peak_bytes(torch.device("cuda", 0)) == 50_000, "it has reset the allocator's, and remembers it"
 
 
+def test_the_peak_of_a_process_on_a_cpu_is_its_resident_memory():
+    before = peak_bytes(CPU)
+    assert before > 10_000_000
+    value = torch.ones(before // 4)  # so much more, in float32
+    assert peak_bytes(CPU) > before
+    del value
+
+
 def test_an_operation_that_fails_counts_for_nothing(allocator):
     meter = FirstSteps(torch.device("cuda", 0), list)
 
