@@ -455,6 +455,7 @@ def take_results(call: TrainerCall, results: MutableMapping[int, Any]) -> Any:
     if trainer.state.fn == TrainerFn.FITTING:
         cast(ConfiguredStrategy, trainer.strategy).missing_weights = None if has_weights else WHY_NO_WEIGHTS
         _restore_optimizers(trainer, user, [result.optimizers for result in stages], leader)
+        user.unpack(leader.objects, state)  # as configure_optimizers(), which has run here, may have changed them
     if trainer.state.fn == TrainerFn.PREDICTING and leader.returned is not None:
         several = trainer.predict_loop.num_dataloaders > 1  # what is returned of one is not in a list of loaders
         internals.set_predictions(trainer, leader.returned if several else [leader.returned])

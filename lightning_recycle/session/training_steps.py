@@ -269,7 +269,9 @@ class TrainingSteps:
     def at_boundary(self, boundary: StepBoundary) -> None:
         """The step is over up to ``boundary``: its checkpoints are written."""
         with self.checkpoints.at_boundary(boundary):
-            if ends_step(self._trainer):
+            ends_epoch = self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+            last = StepBoundary.EPOCH if ends_epoch else StepBoundary.VALIDATION
+            if boundary is last and ends_step(self._trainer):  # unless the callback has saved in this step
                 self.checkpoints.ask_again()
             if boundary is StepBoundary.BATCH and self._ends_after_batch():
                 self._end_run()
