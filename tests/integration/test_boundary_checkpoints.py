@@ -288,15 +288,19 @@ class Padded(Scheduled):
 
 
 class LeaderDies(L.Callback):
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.fit_loop.total_batch_idx == 4 and trainer.is_global_zero and not trainer.strategy.incarnation:
+        is_due = trainer.fit_loop.total_batch_idx == self.batch
+        if is_due and trainer.is_global_zero and not trainer.strategy.incarnation:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_checkpoint_that_was_given_up_is_asked_for_again_where_a_step_of_the_optimizer_ends(tmp_path):
     saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
     trainer = grid_trainer(
-        3, 1, callbacks=[saver, LeaderDies()], max_epochs=1, accumulate_grad_batches=2, enable_checkpointing=True,
+        3, 1, callbacks=[saver, LeaderDies(4)], max_epochs=1, accumulate_grad_batches=2, enable_checkpointing=True,
         strategy={"bandwidth": 4.0},
     )  # fmt: skip
     trainer.fit(Padded("warm-up"), DataLoader(dataset(12 * 3 * 4), batch_size=4))
@@ -305,3 +309,18 @@ def test_a_checkpoint_that_was_given_up_is_asked_for_again_where_a_step_of_the_o
     batches = {name: file["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"] for name, file in files.items()}
     assert batches
     assert all(counts["ready"] % 2 == 0 for counts in batches.values()), batches
+
+
+def test_a_save_of_a_step_with_its_own_metrics_precedes_that_of_a_lost_checkpoint(tmp_path):
+    saver = ModelCheckpoint(tmp_path, "{step}", monitor="val", save_top_k=-1)
+    loader, module = DataLoader(dataset(12), batch_size=4), Padded("warm-up")
+    trainer = grid_trainer(
+        3, 1, callbacks=[saver, LeaderDies(1)], max_epochs=4, enable_checkpointing=True, strategy={"bandwidth": 4.0}
+    )
+    trainer.fit(module, loader, loader)
+    assert happened(trainer, "checkpoint_given_up")
+    assert listed(tmp_path) == ["step=2.ckpt", "step=3.ckpt", "step=4.ckpt"]
+    samples, targets = loader.dataset[:]
+    for path, score in saver.best_k_models.items():
+        module.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
+        torch.testing.assert_close(nn.functional.mse_loss(module.net(samples), targets), score.double(), rtol=1e-4, atol=0.0)
