@@ -649,10 +649,11 @@ class ValueTree:
         if now != before:
             name = next(name for name, a, b in zip(self._trained, now, before, strict=True) if a != b)
             raise UnsupportedFeatureError(
-                f"{name} is trained, and was written while a micro-batch was computed: each micro-batch would write it,"
-                " on top of the others. Decay or clamp weights in on_train_batch_end() or on_before_zero_grad(), which"
-                " run once per step; initialise what depends on data, as the first call of an ActNorm does, by one call"
-                " of the module before fit()."
+                f"{name} requires a gradient, and was written while a micro-batch was computed: each micro-batch would"
+                " write it, on top of the others. Decay or clamp weights in on_train_batch_end() or"
+                " on_before_zero_grad(), which run once per step; initialise what depends on data, as the first call of"
+                " an ActNorm does, by one call of the module before fit(); give what is not trained, such as a target"
+                " network, requires_grad_(False)."
             )
         self._num_blocks += 1
         return list(changes.values())

@@ -142,7 +142,7 @@ def norm_of_all(trainer: pl.Trainer, parameters: Iterable[Tensor]) -> float:
 
 
 def norm_limit(trainer: pl.Trainer) -> float:
-    """The norm beyond which the Trainer clips now, as hooks may have changed that."""
+    """The norm beyond which the Trainer clips now; hooks may have changed it."""
     if trainer.gradient_clip_algorithm == "value":
         return math.inf
     return float(trainer.gradient_clip_val or math.inf)
@@ -151,9 +151,9 @@ def norm_limit(trainer: pl.Trainer) -> float:
 def called_once(
     closure: Callable[[], Any], name: str, optimizer: Optimizer, otherwise: str = "", *, has_gradients: bool = False
 ) -> Callable[[], Any]:
-    """``closure`` for an optimizer that may call it once, and first, as gradients are computed.
+    """``closure`` for an optimizer that may call it once, and first.
 
-    ``has_gradients``: whether parameters have them already, and must keep them too.
+    Gradients are computed already. ``has_gradients``: whether parameters have them already, and must keep them too.
     """
     parameters = [local_part(p) for group in optimizer.param_groups for p in group["params"]]
     # Changes through `parameter.data` have no version; torch's own optimizers make none.

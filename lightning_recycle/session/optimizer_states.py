@@ -102,7 +102,8 @@ def check_parameters(module: nn.Module, optimizer: Optimizer) -> None:
         raise UnsupportedFeatureError(
             f"{type(optimizer).__name__} has a parameter of shape {tuple(parameter.shape)} that is not in the"
             f" {type(module).__name__} (any more), so it trains nothing there. Replace parameters, as weight_norm()"
-            " does, before configure_optimizers() is called, or use pipeline_parallel_size=1."
+            " does, before configure_optimizers() is called; make the optimizer there, of a stage's parameters, not"
+            " before fit(), as LightningCLI's --optimizer does; or use pipeline_parallel_size=1."
         )
 
 

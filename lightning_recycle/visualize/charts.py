@@ -461,7 +461,7 @@ def _stroke(series: Series, d: str, along: bool = False) -> Shape:
 
 
 def _along(places: Sequence[tuple[float, float]], drawn: set[Any]) -> bool:
-    """Whether a line through ``places`` would cover lines ``drawn`` for half of its length; adds it to them."""
+    """Whether half of a line through ``places`` covers those ``drawn``; adds it."""
     segments = set(pairwise((round(x), round(y)) for x, y in places))
     hidden = len(drawn & segments)
     drawn |= segments
@@ -487,7 +487,7 @@ def swatch(series: Series, *, bars: bool = False) -> list[Shape]:
 
 
 def line_chart(title: str, series: Sequence[Series], x: Axis, y: Axis) -> Picture:
-    """Lines with markers, and bands where points have a spread; lines along earlier ones are dotted."""
+    """Lines with markers, dotted along earlier ones; bands where points have a spread."""
     frame = _Frame(_PLOT_LEFT, _PLOT_TOP, _CHART_WIDTH - _PLOT_LEFT - _PLOT_RIGHT, _PLOT_HEIGHT, x, y)
     shapes, drawn = frame.axes(), set[Any]()
     for each in series:

@@ -323,4 +323,4 @@ def test_a_save_of_a_step_with_its_own_metrics_precedes_that_of_a_lost_checkpoin
     samples, targets = loader.dataset[:]
     for path, score in saver.best_k_models.items():
         module.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
-        torch.testing.assert_close(nn.functional.mse_loss(module.net(samples), targets), score.double(), rtol=1e-4, atol=0.0)
+        assert float(nn.functional.mse_loss(module.net(samples), targets)) == pytest.approx(float(score), rel=1e-4)
