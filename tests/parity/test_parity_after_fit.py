@@ -70,6 +70,7 @@ class Module(Classifier):
     def __init__(self) -> None:
         super().__init__()
         self.epochs: list[int] = []
+        self.configured_at: list[int] = []
         self.best: Tensor | None = None
         self.untouched = self.twin = {"kept": [1, 2]}
 
@@ -78,6 +79,7 @@ class Module(Classifier):
         return [layer.double() for layer in (Remembers(8, 16), nn.Tanh(), Remembers(16, same.CLASSES))]
 
     def configure_optimizers(self) -> Any:
+        self.configured_at.append(self.trainer.global_step)
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
         total = self.trainer.estimated_stepping_batches
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=2 * int(total))
