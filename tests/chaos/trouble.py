@@ -64,7 +64,8 @@ class Troubles(pl.Callback):
 
     def reach(self, where: str, trainer: pl.Trainer) -> None:
         """Lets happen what is due at ``where``."""
-        if trainer.strategy.incarnation:  # a replacement gets its peer's troubles with the rest of its state
+        strategy: Any = trainer.strategy
+        if strategy.incarnation:  # a replacement gets its peer's troubles with the rest of its state
             self._waiting = []
         for trouble in [t for t in self._waiting if t.where == where and trainer.global_step >= t.step]:
             self._waiting.remove(trouble)
