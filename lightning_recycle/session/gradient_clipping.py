@@ -38,7 +38,7 @@ from lightning_recycle.torch_internals import (
     foreach_mul,
     has_step_hooks,
     replace_total_norm,
-    version_of,
+    versions_of,
 )
 
 
@@ -155,14 +155,14 @@ def called_once(
 
     Gradients are computed already. ``has_gradients``: whether parameters have them already, and must keep them too.
     """
-    parameters = [local_part(p) for group in optimizer.param_groups for p in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     # Changes through `parameter.data` have no version; torch's own optimizers make none.
     sums_up = not type(optimizer).__module__.startswith("torch.optim.")
 
     def values() -> list[Any]:
         gradients = [p.grad for p in parameters if p.grad is not None] if has_gradients else []
-        own = [(t.data_ptr(), version_of(t)) for t in (*parameters, *gradients)]
-        return [*own, float(nn.utils.get_total_norm(parameters))] if sums_up else own
+        versions: list[Any] = versions_of([*parameters, *gradients])
+        return [*versions, float(nn.utils.get_total_norm([*map(local_part, parameters)]))] if sums_up else versions
 
     before, remaining = values(), [closure]
 
