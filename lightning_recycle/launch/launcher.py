@@ -381,6 +381,7 @@ class SupervisorLauncher:
                     " ended. ModelCheckpoint(every_n_train_steps=...) writes while they live."
                 )
             mark_saved(trainer)
+            run.call.attach_data()  # a data module has on_exception, too
             raise
         finally:
             if self._has_fitted and not fits:

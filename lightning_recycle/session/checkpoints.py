@@ -53,6 +53,7 @@ from lightning_recycle.session.concurrent_checkpoints import (
     StateCopies,
     settle_files,
 )
+from lightning_recycle.session.gradient_clipping import may_write_after_saves
 from lightning_recycle.session.lightning_internals import plain_optimizer, set_checkpoint_path
 from lightning_recycle.session.object_graph import ObjectPack
 from lightning_recycle.session.optimizer_states import (
@@ -419,7 +420,9 @@ class Checkpoints(StageStates):
             checkpoint["state_dict"] = self._after_hooks(checkpoint["state_dict"], before)
         is_new = self._is_new(path)
         self._note_existence(path)
-        marks = StateMarks(self.module, self._optimizers) if "optimizer_states" in checkpoint else None
+        marks = None
+        if "optimizer_states" in checkpoint:
+            marks = StateMarks(self.module, self._optimizers, may_write_after_saves(self.context.trainer, self.module))
         with self._stalling():
             if (batch := self._begin_batch()) is not None:
                 part = self._take_part(checkpoint, batch) if batch.waits or batch.group.is_column_leader else None

@@ -127,6 +127,12 @@ def sees_old_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
     return _overrides(trainer, module, hooks, ("optimizer_zero_grad",))
 
 
+def may_write_after_saves(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
+    """Whether the user's code may run after a callback has saved, in the same step."""
+    ends = ("on_validation_epoch_end", "on_validation_end", "on_train_epoch_end")
+    return _overrides(trainer, module, (*_GRADIENT_HOOKS, *ends), _STEP_HOOKS)
+
+
 def norm_of_all(trainer: pl.Trainer, parameters: Iterable[Tensor]) -> float:
     """The norm of the gradients of ``parameters`` that all stages hold now."""
     if _gather is None:

@@ -24,6 +24,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from lightning_recycle.control.protocol.messages import Differs
@@ -47,8 +48,8 @@ from lightning_recycle.session.optimizer_states import group_names, trained_by_n
 from lightning_recycle.session.output_recorder import OutputRecorder, metric_states, set_metric_states
 from lightning_recycle.session.step_loaders import addressed_loaders
 from lightning_recycle.session.worker_context import StopRequests, WorkerContext
-from lightning_recycle.tensor_memory import local_part, memory_address, merge_shards, sharded_like
-from lightning_recycle.torch_internals import version_of
+from lightning_recycle.tensor_memory import checksum, local_part, memory_address, merge_shards, sharded_like
+from lightning_recycle.torch_internals import tree_leaves, version_of
 
 log = logging.getLogger(__name__)
 
@@ -284,22 +285,36 @@ class StepBoundary(Enum):
 
 
 class StateMarks:
-    """Addresses and versions of a stage's weights and optimizer states."""
+    """Addresses and versions of a stage's weights and optimizer states.
 
-    def __init__(self, module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> None:
-        self._module, self._optimizers = module, optimizers
-        self._weights = {name: mark_of(value) for name, value in module.state_dict().items()}
-        self._states = [_marks_by_name(state) for state in self._by_name()]
+    ``by_value``: their checksums, too, since writes through ``tensor.data`` have no version.
+    """
+
+    def __init__(self, module: pl.LightningModule, optimizers: Sequence[Optimizer], by_value: bool) -> None:
+        self._module, self._optimizers, self._by_value = module, optimizers, by_value
+        self._weights = self._marks(module.state_dict())
+        self._states = [self._marks(state) for state in self._by_name()]
 
     def changes(self) -> dict[str, Any]:
         """Weights and optimizer states, by name, that have changed since the marks."""
-        weights = self._module.state_dict()
         return {
-            "weights": {name: value for name, value in weights.items() if mark_of(value) != self._weights.get(name)},
-            "optimizers": [
-                {name: values for name, values in state.items() if _marks_by_name(values) != before.get(name)}
-                for state, before in zip(self._by_name(), self._states, strict=True)
-            ],
+            "weights": self._changed(self._module.state_dict(), self._weights),
+            "optimizers": list(map(self._changed, self._by_name(), self._states)),
+        }
+
+    def _changed(self, values: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+        now = self._marks(values)
+        changed = {name: value for name, value in values.items() if now[name] != before.get(name)}
+        if self._by_value:
+            for tensor in tree_leaves(changed):
+                if isinstance(tensor, Tensor) and not tensor.is_inference():
+                    increment_version(local_part(tensor))  # so that a copy of the old values is not taken for one
+        return changed
+
+    def _marks(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            name: self._marks(value) if isinstance(value, Mapping) else mark_of(value, self._by_value)
+            for name, value in values.items()
         }
 
     def _by_name(self) -> list[dict[str, dict[str, Any]]]:
@@ -312,16 +327,13 @@ class StateMarks:
         return found
 
 
-def mark_of(value: Any) -> Any:
-    """Address and number of writes of ``value``: differs once it has changed."""
+def mark_of(value: Any, by_value: bool = True) -> Any:
+    """Address, number of writes and checksum of ``value``: differs once it has changed."""
     if not isinstance(value, Tensor):
         return repr(value)
     part = local_part(value)
-    return memory_address(part), part.storage_offset(), None if part.is_inference() else version_of(part)
-
-
-def _marks_by_name(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _marks_by_name(v) if isinstance(v, Mapping) else mark_of(v) for name, v in values.items()}
+    version = None if part.is_inference() else version_of(part)
+    return memory_address(part), part.storage_offset(), version, checksum([part]) if by_value else b""
 
 
 def checkpoint_reader(checkpoint: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:

@@ -59,9 +59,9 @@ class Scheduled(L.LightningModule):
         """Lightning calls it when callbacks have saved."""
         self.ended += 1
         for parameter in self.parameters():
-            parameter.mul_(0.999)
+            parameter.data.mul_(0.999)  # as many do, which autograd does not count
         for state in self.trainer.optimizers[0].state.values():
-            state["exp_avg"].mul_(0.9)
+            state["exp_avg"].data.mul_(0.9)
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
