@@ -477,6 +477,7 @@ class CheckpointBatches:
         self.pending: PendingCheckpoints | None = None
         self.given_up: tuple[Any, ...] = ()
         self.names: dict[str, set[str]] = {}
+        self._deletions: list[Action] = []  # of the newest batch with a known outcome
         self._batches = 0
         self._unnamed: tuple[tuple[str, str], ...] = ()
         self._old_copies: StateCopies | None = None
@@ -644,6 +645,11 @@ class CheckpointBatches:
         written = {request.path for request in batch.requests if request.failure is None}
         settle_files([action for action in batch.actions if written.issuperset(action.paths)], self._by_writer)
 
+    def take_over(self) -> None:
+        """The next leader deletes what the lost one may not have deleted."""
+        written = () if self.pending is None else self.pending.paths
+        settle_files([action for action in self._deletions if action.arguments[0] not in written], self._by_writer)
+
     def name_files(self) -> None:
         """The leader gives complete files of lost writers their names."""
         if not self._collectives.is_leader:
@@ -690,6 +696,7 @@ class CheckpointBatches:
             if batch.is_written:
                 self._use_memory_of(batch)
                 batch.copies.forget_originals()
+        self._deletions = [a for a in pending.actions if a.name == "remove" and failed.keys().isdisjoint(a.paths)]
         self._carry_out(pending.actions, failed)
         for failure in failed.values():
             self._failed(failure)

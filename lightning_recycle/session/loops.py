@@ -62,14 +62,18 @@ class PipelineOptimization(_AutomaticOptimization):
         strategy, module = trainer.strategy, trainer.lightning_module
         share = share_of_batch(trainer, batch_idx)
 
+        is_empty = False
+
         def apply(result: StepResult) -> None:
             loss = runner.as_loss(result.loss) / share.batches
 
             def backward_is_done() -> torch.Tensor:
+                nonlocal is_empty
                 if share.begins:
                     self._on_before_zero_grad(optimizer)
                     self._optimizer_zero_grad(batch_idx, optimizer)
-                if result.add_gradients() or result.loss:  # else all its parts returned None
+                is_empty = not (result.add_gradients() or result.loss)  # all parts of the step returned None
+                if not is_empty:
                     strategy.precision_plugin.pre_backward(loss, module)
                     strategy.precision_plugin.post_backward(loss, module)
                 return loss
@@ -85,7 +89,7 @@ class PipelineOptimization(_AutomaticOptimization):
             self.optim_progress.optimizer.step.increment_completed()
 
         loss, returned = _run_step(trainer, kwargs["batch"], apply, share)
-        return {"loss": loss / share.batches, **(returned or {})}
+        return {} if is_empty else {"loss": loss / share.batches, **(returned or {})}
 
 
 _EVALUATES_AGAIN = (

@@ -282,6 +282,7 @@ class Session:
             keep_monitors_going(self.trainer)
             relay.take_over()
             self.checkpoints.saves.name_files()
+            self.checkpoints.saves.take_over()
 
     def _follow_leader(self) -> None:
         rank_zero_only.rank = 0 if self.collectives.is_leader else max(1, self.place.rank)  # type: ignore[attr-defined]

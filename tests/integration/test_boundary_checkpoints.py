@@ -19,10 +19,13 @@ from support.growth import Meanwhile, happened
 from support.models import dataset
 from support.sampling import sampled
 from support.training import TOLERANCE, difference, grid_trainer
+from support.waiting import PATIENCE
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 from torchmetrics import MeanSquaredError
+
+from lightning_recycle.callbacks import Fault
 
 BATCH, BATCHES, EPOCHS = 8, 6, 3
 """Samples of a global batch; batches of an epoch, with a validation after each third; epochs."""
@@ -324,3 +327,24 @@ def test_a_save_of_a_step_with_its_own_metrics_precedes_that_of_a_lost_checkpoin
     for path, score in saver.best_k_models.items():
         module.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
         assert float(nn.functional.mse_loss(module.net(samples), targets)) == pytest.approx(float(score), rel=1e-4)
+
+
+def test_the_next_leader_deletes_what_the_lost_one_may_not_have_deleted(tmp_path):
+    begins = Waits(tmp_path)  # until the checkpoint is whole, so that its step is the next
+    fault = Fault("kill", 0, 0, 2, "optimizer")
+    saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=1, monitor="step", mode="max")
+    trainer = grid_trainer(3, 1, [fault], callbacks=[saver, begins], max_steps=5, enable_checkpointing=True)
+    trainer.fit(Scheduled("warm-up"), DataLoader(dataset(12 * 5), batch_size=4))
+    assert happened(trainer, "failure")
+    assert listed(tmp_path) == [os.path.basename(saver.best_model_path)]
+
+
+class Waits(L.Callback):
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while trainer.global_step == 2 and not self.folder.joinpath(f"step={trainer.global_step}.ckpt").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)

@@ -1,5 +1,6 @@
 """The rows of what training steps return are those of the batch, as on one device."""
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -180,3 +181,44 @@ def test_rows_of_outputs_are_those_of_the_batch(module, grid, kills):
 def test_rows_are_those_of_each_batch_that_is_accumulated():
     found = on_grid(Ordinary(), DataLoader(data(), 8), 2, KILLS[1], {"num_microbatches": 2}, accumulate_grad_batches=2)
     assert_same(found, alone(Ordinary(), DataLoader(data(), BATCH), accumulate_grad_batches=2))
+
+
+class WithoutLoss(Ordinary):
+    """Some steps return nothing."""
+
+    seen: tuple[tuple[str, ...], ...] = ()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx % 2 else super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen = (*self.seen, tuple(outputs))
+
+
+class Rows(L.LightningDataModule):
+    """Writes down what ends the run."""
+
+    def __init__(self, folder: Path, batch_size: int) -> None:
+        super().__init__()
+        self.folder, self.batch_size = folder, batch_size
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(data(), self.batch_size)
+
+    def on_exception(self, exception: BaseException) -> None:
+        (self.folder / type(exception).__name__).touch()
+
+
+class Fails(Ordinary):
+    def on_train_epoch_end(self) -> None:
+        raise KeyError("mine")
+
+
+def test_steps_without_a_loss_have_no_outputs_and_a_data_module_learns_of_an_exception(tmp_path):
+    one, grid = WithoutLoss(), WithoutLoss()
+    on_one_device(max_epochs=1).fit(one, DataLoader(data(), BATCH))
+    grid_trainer(2, 1, max_epochs=1).fit(grid, DataLoader(data(), BATCH // 2))
+    assert grid.seen == one.seen
+    with pytest.raises(KeyError, match="mine"):
+        grid_trainer(2, 1, max_epochs=1).fit(Fails(), datamodule=Rows(tmp_path, BATCH // 2))
+    assert [path.name for path in tmp_path.iterdir()] == ["KeyError"]
