@@ -5,6 +5,7 @@ torch 2.6 has no public way to them. ``tests/test_import.py`` fails when one dis
 
 from __future__ import annotations
 
+import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -53,6 +54,13 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``module.compile()`` was called."""
     return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def reduce_without_compilation(module: nn.Module) -> tuple[Any, ...]:
+    """How to pickle a compiled module that would not leave out what ``compile()`` made."""
+    reduced: Any = module.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    make, arguments, state = reduced[:3]
+    return make, arguments, {name: value for name, value in state.items() if name != "_compiled_call_impl"}
 
 
 def version_of(tensor: Tensor) -> int:

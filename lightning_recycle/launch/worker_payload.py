@@ -46,6 +46,7 @@ from lightning_recycle.pickling import MainModule, MainPickler, dumps, enter_mai
 from lightning_recycle.runtime.stage import Stage
 from lightning_recycle.session.lightning_internals import GlobalStateSnapshot, default_profiler_schedule
 from lightning_recycle.session.object_attributes import slots_of
+from lightning_recycle.torch_internals import is_compiled, reduce_without_compilation
 
 log = logging.getLogger(__name__)
 
@@ -342,6 +343,8 @@ class _PayloadPickler(MainPickler):
             return default_profiler_schedule(), ()
         if isinstance(value, io.TextIOWrapper) and value not in (sys.stdout, sys.stderr):
             raise TypeError("cannot pickle an open file")  # cloudpickle would send a copy of its content
+        if isinstance(value, lightning.pytorch.LightningModule) and is_compiled(value):
+            return reduce_without_compilation(value)
         return super().reducer_override(value)
 
 

@@ -646,10 +646,11 @@ def check_graphs(module: pl.LightningModule, stages: int) -> None:
 
 def warn_of_lost_compilation(module: pl.LightningModule) -> None:
     """Warns of modules that were compiled in place in the launching process."""
-    names = [name for name, part in module.named_modules() if is_compiled(part)]
+    kind = type(module).__name__
+    names = [f"{kind}.{name}" if name else kind for name, part in module.named_modules() if is_compiled(part)]
     if names:
         rank_zero_warn(
-            f"{type(module).__name__}.{', '.join(names[:3])}{' ...' if len(names) > 3 else ''} will run without being"
+            f"{', '.join(names[:3])}{' ...' if len(names) > 3 else ''} will run without being"
             " compiled: module.compile() holds in the process that calls it. Call it in configure_model(), which"
             " workers run, or use torch.compile(module), which they get."
         )

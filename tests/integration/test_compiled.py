@@ -81,6 +81,20 @@ class InPlace(Configured):
         self.net.compile(backend="aot_eager")
 
 
+class Itself(Configured):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(8, 1).double()
+        self.compile(backend="aot_eager")
+
+
+def test_a_module_that_compiled_itself_trains_without():
+    run = L.Trainer(accelerator="cpu", devices=2, strategy="recycle", max_steps=1, **QUIET)
+    with pytest.warns(UserWarning, match="Itself will run without being compiled"):
+        run.fit(Itself(), DataLoader(dataset(), GLOBAL_BATCH // 2))
+    assert run.global_step == 1
+
+
 def test_a_compilation_that_workers_do_not_get_is_told(monkeypatch):
     monkeypatch.setattr(SupervisorLauncher, "_launch", lambda *_: None)
     run = L.Trainer(accelerator="cpu", devices=2, strategy="recycle", max_steps=1, **QUIET)
