@@ -57,7 +57,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def reduce_without_compilation(module: nn.Module) -> tuple[Any, ...]:
-    """How to pickle a compiled module that would not leave out what ``compile()`` made."""
+    """The reduction of a compiled module, without what ``compile()`` made."""
     reduced: Any = module.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     make, arguments, state = reduced[:3]
     return make, arguments, {name: value for name, value in state.items() if name != "_compiled_call_impl"}

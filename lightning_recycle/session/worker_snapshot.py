@@ -328,7 +328,7 @@ class StateMarks:
 
 
 def mark_of(value: Any, by_value: bool = True) -> Any:
-    """Address, number of writes and checksum of ``value``: differs once it has changed."""
+    """Address, number of writes and checksum of ``value``: differs if it changed."""
     if not isinstance(value, Tensor):
         return repr(value)
     part = local_part(value)

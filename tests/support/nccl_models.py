@@ -8,16 +8,16 @@ from torch import Tensor, nn
 from lightning_recycle import CommunicationOptions
 from lightning_recycle.runtime.communicator import EXCHANGE_TAG
 from lightning_recycle.runtime.groups_and_transports import Transport
-from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport
 from lightning_recycle.runtime.wire import Channel, ValueLayout
 from lightning_recycle.session import stage_layers
 from support.fake_nccl import FakeDevice, SocketNetwork
+from support.imitated_transport import Required
 from support.models import Decode, Encode, Regression
 
 WIDTH = 5_000  # so that a micro-batch of two samples is larger than what Gloo carries with its header
 
 
-class CountingTransport(NcclTransport):
+class CountingTransport(Required):
     """Counts what it is given."""
 
     sent = 0
@@ -46,7 +46,7 @@ class CountingTransport(NcclTransport):
 def imitated(options: CommunicationOptions, rank: int, device: torch.device) -> Transport:
     """The counterpart of ``transport_for``."""
     fake = CountingTransport.devices[rank] = FakeDevice(SocketNetwork(), threaded=True)
-    return CountingTransport(rank, device, fake, fake, f"device {rank}", True, options.standby_connections)
+    return CountingTransport(rank, device, fake, fake, f"device {rank}", options.standby_connections)
 
 
 stage_layers.transport_for = imitated
