@@ -285,12 +285,10 @@ class StepBoundary(Enum):
 
 
 class StateMarks:
-    """Addresses and versions of a stage's weights and optimizer states.
-
-    ``by_value``: their checksums, too, since writes through ``tensor.data`` have no version.
-    """
+    """Marks of a stage's weights and optimizer states, by which changes are found."""
 
     def __init__(self, module: pl.LightningModule, optimizers: Sequence[Optimizer], by_value: bool) -> None:
+        # By checksums, too, where code of the user's may write through tensor.data, which has no version.
         self._module, self._optimizers, self._by_value = module, optimizers, by_value
         self._weights = self._marks(module.state_dict())
         self._states = [self._marks(state) for state in self._by_name()]
