@@ -485,8 +485,9 @@ class StepRunner:
     def confirm_in_recovery(self, step: int, reports: Mapping[int, CommitPayload]) -> None:
         """Confirms or corrects speculative ``step``; ``reports``: of all columns."""
         assert self.speculation is not None
+        was_right = self.speculation.was_right(reports)
         self.speculation.is_unconfirmed, self.payload = False, None
-        if not self.speculation.was_right(reports):
+        if not was_right:
             self._repeat_optimizer_step(step, norm_of(reports))
 
     def _repeat_optimizer_step(self, step: int, norm: float) -> None:

@@ -420,12 +420,13 @@ class Checkpoints(StageStates):
             checkpoint["state_dict"] = self._after_hooks(checkpoint["state_dict"], before)
         is_new = self._is_new(path)
         self._note_existence(path)
-        marks = None
-        if "optimizer_states" in checkpoint:
-            marks = StateMarks(self.module, self._optimizers, may_write_after_saves(self.context.trainer, self.module))
         with self._stalling():
             if (batch := self._begin_batch()) is not None:
                 part = self._take_part(checkpoint, batch) if batch.waits or batch.group.is_column_leader else None
+                marks = None
+                if "optimizer_states" in checkpoint:  # values are only compared where they are written
+                    by_value = part is not None and may_write_after_saves(self.context.trainer, self.module)
+                    marks = StateMarks(self.module, self._optimizers, by_value)
                 is_later = self.saves.is_deferring and (batch.waits or batch.group.is_leader)
                 content = checkpoint_reader(checkpoint) if is_later else partial(dict, checkpoint)
                 self.saves.asked(os.fspath(path))

@@ -646,7 +646,8 @@ class CheckpointBatches:
         settle_files([action for action in batch.actions if written.issuperset(action.paths)], self._by_writer)
 
     def take_over(self) -> None:
-        """The next leader deletes what the lost one may not have deleted."""
+        """The next leader names and deletes the files that the lost one may have left."""
+        self.name_files()
         written = () if self.pending is None else self.pending.paths
         settle_files([action for action in self._deletions if action.arguments[0] not in written], self._by_writer)
 

@@ -190,7 +190,7 @@ class LogRelay:
         self._loggers = list(context.trainer.loggers)
         self._log = [logger.log_metrics for logger in self._loggers]
         self._log_hyperparams = [logger.log_hyperparams for logger in self._loggers]
-        self._rows: deque[tuple[int, int, Callable[[], None], _Cells]] = deque()
+        self._rows: deque[tuple[int, int, Callable[[], None], _Cells | None]] = deque()
         self._hyperparams: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         for index, logger in enumerate(self._loggers):
             logger.log_metrics = partial(self._on_metrics, index)  # type: ignore[method-assign]
@@ -204,15 +204,15 @@ class LogRelay:
         return self._collectives.client.member.leader_applied
 
     def _on_metrics(self, index: int, metrics: dict[str, float], step: int | None = None, **options: Any) -> None:
-        cells = set() if step is None else {(step, name) for name in metrics}
+        cells = None if step is None else {(step, name) for name in metrics}
         self._write(index, partial(self._log[index], metrics, step, **options), cells)
 
     def on_call(self, call: LoggerCall) -> None:
         """Makes a call that a step has recorded, or keeps it for a take-over."""
-        self._write(call.logger, partial(_call, self._loggers[call.logger], call), set())
+        self._write(call.logger, partial(_call, self._loggers[call.logger], call), None)
 
-    def _write(self, index: int, write: Callable[[], None], cells: _Cells) -> None:
-        """Calls ``write``, which fills ``cells`` of a file, or keeps it for a take-over."""
+    def _write(self, index: int, write: Callable[[], None], cells: _Cells | None) -> None:
+        """Calls ``write``, which fills ``cells``, or keeps it for a take-over."""
         if self._collectives.is_leader:
             write()
             _flush(self._loggers[index])
@@ -230,7 +230,7 @@ class LogRelay:
         for index, (args, kwargs) in self._hyperparams.items():
             self._log_hyperparams[index](*args, **kwargs)
         for step, index, write, cells in self._rows:
-            if step > self._written and not (cells and cells <= logged_cells[index]):
+            if step > self._written and not (cells is not None and cells <= logged_cells[index]):
                 write()
         self._rows.clear()
         for logger in self._loggers:

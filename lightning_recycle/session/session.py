@@ -281,7 +281,6 @@ class Session:
             show_progress_bar(self.trainer, self._dataloader_idx)
             keep_monitors_going(self.trainer)
             relay.take_over()
-            self.checkpoints.saves.name_files()
             self.checkpoints.saves.take_over()
 
     def _follow_leader(self) -> None:

@@ -101,7 +101,7 @@ class TrainingSteps:
         self._stop_requests = StopRequests(context)
         self._gradient_norm = self._newest_loss = 0.0
         self._newest_step = RepeatableStep()
-        self._norm_limit = norm_limit(self._trainer)  # of the newest step
+        self._speculative_limit = math.inf  # the norm limit of a speculative step
         self._zeroes_gradients_next = True  # what parameters hold is zeroed before the next gradients are added
         self._trained_names: tuple[list[str], float] = [], 0.0  # and their digest
         self._progress: dict[int, ProgressSnapshot] = {}  # of the current step and the one before
@@ -413,12 +413,12 @@ class TrainingSteps:
 
     def keep_optimizer_state(self) -> None:
         self._hooks_change_gradients()  # refuses what a step cannot be repeated with
-        self._norm_limit = norm_limit(self._trainer)
+        self._speculative_limit = norm_limit(self._trainer)  # hooks may change it before the step is confirmed
         self._newest_step.keep(self._optimizers)
 
     def step_again(self, norm: float) -> None:
         loss = self.as_loss(self._newest_loss)
-        self._newest_step.repeat(self._optimizers, clip_factor(self._norm_limit, norm), lambda: loss)
+        self._newest_step.repeat(self._optimizers, clip_factor(self._speculative_limit, norm), lambda: loss)
 
     @cached_property
     def _overrides_change_gradients(self) -> bool:
@@ -435,7 +435,8 @@ class TrainingSteps:
 
     def leaves_gradients_alone(self, norm: float) -> bool:
         """Whether gradients of that norm, over all stages, are not clipped."""
-        return math.isinf(self._norm_limit) or clip_factor(self._norm_limit, norm) >= 1.0
+        limit = norm_limit(self._trainer) if self.executor.runner.is_confirmed else self._speculative_limit
+        return math.isinf(limit) or clip_factor(limit, norm) >= 1.0
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clips by the norm over all stages, which the plugin itself does not see.

@@ -325,8 +325,8 @@ class StateMarks:
         return found
 
 
-def mark_of(value: Any, by_value: bool = True) -> Any:
-    """Address, number of writes and checksum of ``value``: differs if it changed."""
+def mark_of(value: Any, by_value: bool = False) -> Any:
+    """Address, number of writes, perhaps checksum of ``value``; differ if it changed."""
     if not isinstance(value, Tensor):
         return repr(value)
     part = local_part(value)

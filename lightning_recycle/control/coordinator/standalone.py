@@ -137,11 +137,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     signal.signal(signal.SIGUSR1, end_after_this)
 
-    def note_no_run(kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not SystemExit or finished or serving.has_met or reception.has_met:
+    def note_no_run(_: object, error: BaseException | None, *__: object) -> None:
+        if not isinstance(error, SystemExit) or finished or serving.has_met or reception.has_met:
             return
         if not options.obey:
-            log.info("Ended by a signal: no worker has come.")
+            assert isinstance(error.code, int)
+            log.info("Ended by %s: no worker has come.", signal.Signals(error.code - 128).name)
         elif was_last.is_set():
             each = "its process" if options.started == 1 else f"each of its {options.started} processes"
             log.warning(
