@@ -63,6 +63,7 @@ _PRIVATE: dict[str, tuple[str, ...]] = {  # attributes of the Trainer's parts th
     "fit_loop.epoch_loop.automatic_optimization": ("_skip_backward",),
     _VALIDATION: ("_last_val_dl_reload_epoch", "_has_run"),
 }
+_OF_LOADERS = {_VALIDATION: ("_max_batches", "_seen_batches_per_dataloader")}  # set anew where loaders are read
 
 # Settings of the Trainer that callbacks change.
 _RUN_SETTINGS = ("should_stop", "gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches")
@@ -110,7 +111,10 @@ class TrainerState:
                 {key: _copied(value, None, None) for key, value in attrgetter(path)(trainer)._results.items()}
                 for path in _RESULTS
             ),
-            settings={path: settings_of(_resolve(trainer, path), names) for path, names in _PRIVATE.items()},
+            settings={
+                path: settings_of(_resolve(trainer, path), (*names, *_OF_LOADERS.get(path, ())))
+                for path, names in _PRIVATE.items()
+            },
             callbacks={key: state for key, state in states.items() if key in keys},
         )
 

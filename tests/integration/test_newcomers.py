@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import itertools
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from support.growth import AwaitReplacement, happened, rejoined
 from support.sampling import sampled
 from support.training import TOLERANCE, difference, failures, grid_trainer, on_one_device
@@ -251,6 +253,35 @@ def test_a_replacement_steps_as_its_peer_does(
     assert rejoined(run) == failures(run) == [(0, 0)]
     # Averages in float32 round sums in float64, which are not those of one device to the last bit.
     assert difference(model.state_dict(), expected.state_dict()) < (1e-6 if optimizer == "own" else TOLERANCE)
+
+
+# ---------------------------------------------------------------------- validation
+
+
+class Validates(Net):
+    """Hooks change how much is validated, after the loader was read; loggers get each batch's value with its number."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.training_step(batch, batch_idx), on_step=True, on_epoch=True)
+
+    def on_train_epoch_end(self) -> None:
+        self.trainer.limit_val_batches = 1 if self.current_epoch == 0 else 2
+
+
+def test_a_replacement_counts_batches_of_validation_as_its_peer_does(tmp_path):
+    """Also where it leads, and writes them down."""
+    found = []
+    for kills in ({}, {6: 0, 14: 1}):
+        faults = [Fault("kill", pipeline, 0, step=step) for step, pipeline in kills.items()]
+        logger = CSVLogger(tmp_path, version=len(kills))
+        options = {"callbacks": [AwaitReplacement([12, 20])], "logger": logger, "log_every_n_steps": 1}
+        run = grid_trainer(2, 1, faults, {"max_restarts": 2}, max_epochs=4, **options)
+        run.fit(Validates(), *(DataLoader(points(), batch_size=BATCH // 2) for _ in range(2)))
+        assert rejoined(run) == [(d, 0) for d in kills.values()]
+        with open(tmp_path / "lightning_logs" / f"version_{len(kills)}" / "metrics.csv", newline="") as file:
+            found.append([(row["step"], float(row["val_step"])) for row in csv.DictReader(file) if row["val_step"]])
+    assert found[1] == [(step, pytest.approx(value, abs=1e-12)) for step, value in found[0]]
+    assert [int(step) for step, _ in found[0]] == list(range(len(found[0])))
 
 
 # ---------------------------------------------------------------------- newcomers that differ
