@@ -54,6 +54,7 @@ from lightning_recycle.session.object_graph import (
     LargeData,
     ObjectGraph,
     ObjectPack,
+    Originals,
     process_anchors,
     streams_among,
     weights_by_name,
@@ -146,15 +147,19 @@ class CarriedObjects:
 class UserObjects:
     """Packs the user's objects in a worker; unpacks them in the launching process.
 
-    With ``keeps_large``, large data is recorded, to find later changes.
+    With the ``session`` of a worker that begins, it is noted what they hold, to find later changes.
     """
 
-    def __init__(self, call: TrainerCall, keeps_large: bool = False) -> None:
+    def __init__(self, call: TrainerCall, session: Session | None = None) -> None:
         self._trainer = call.trainer
         self._callbacks = list(self._trainer.callbacks)  # type: ignore[attr-defined]
         self._data = call.data
-        modules = {"": call.arguments["model"]}
-        self._large = LargeData(self._graph(modules, whole=True, shared=True).large if keeps_large else {})
+        self._originals: Originals | None = None
+        self._large = LargeData({})
+        if session is not None:
+            graph = self._graph({"": call.arguments["model"]}, whole=True, shared=True)
+            self._large = LargeData(graph.large)
+            session.originals = self._originals = Originals(graph.values.values())
 
     def _graph(
         self, modules: Mapping[str, nn.Module], whole: bool, shared: bool, skipped: Collection[str] = ()
@@ -179,7 +184,7 @@ class UserObjects:
             **process_anchors(trainer),
             **streams_among({f"{name} {i}": leaf for name, leaves in loaders.items() for i, leaf in enumerate(leaves)}),
         }
-        return ObjectGraph(roots, anchors, whole, skipped, bound=(DeviceMesh,))
+        return ObjectGraph(roots, anchors, whole, skipped, bound=(DeviceMesh,), originals=self._originals)
 
     def pack(self, admits: Callable[[str], bool] | None, shared: bool, most_bytes: float = math.inf) -> CarriedObjects:
         """Packs the submodules whose names it ``admits``; None: the whole module.

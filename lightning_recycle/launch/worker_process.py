@@ -106,7 +106,7 @@ def run_worker(
     strategy = cast(ConfiguredStrategy, trainer.strategy)
     session = Session(WorkerContext(strategy.options, setup, place, client, trainer))
     strategy.enter(session)
-    user = run_results.UserObjects(call, keeps_large=reports)
+    user = run_results.UserObjects(call, session if reports else None)
     with session.errors_judged():
         returned = call()
         session.checkpoints.weights.release()

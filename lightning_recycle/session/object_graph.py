@@ -18,8 +18,9 @@ import os
 import pickle
 import zlib
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import repeat
@@ -56,6 +57,7 @@ from lightning_recycle.session.lightning_internals import (
 )
 from lightning_recycle.session.object_attributes import (
     MISSING,
+    MODULE_TABLES,
     PROCESS_BOUND_TYPES,
     TableKey,
     attributes_of,
@@ -83,6 +85,7 @@ _PIECE = 16 * 1024 * 1024  # bytes that one thread reads
 _LOOKS_INTO = 10_000  # items of a container: those of longer ones are data
 _CONTAINERS = (list, tuple, dict, OrderedDict, defaultdict, deque)
 _HOOKS = "<hooks>"  # the name of a node's hook tables among its attributes
+_TABLES = (*(f".{name}" for name in MODULE_TABLES), f".{_HOOKS}", "callbacks.callbacks")  # they are written in place
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,21 @@ class LargeData:
         return {id(value): path for path, value in self._values.items() if _fingerprint(value) == self._signs[path]}
 
 
+class Originals:
+    """What a worker's objects held when it began: tensors, arrays, lists and dicts.
+
+    What code puts in their places is new for the receiver, too: whoever holds the old ones there keeps their values.
+    """
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        # Tensors and arrays may go when nothing else holds them.
+        self._refs = {id(each): ref(each) if isinstance(each, (Tensor, np.ndarray)) else each for each in values}
+
+    def __contains__(self, value: Any) -> bool:
+        found = self._refs.get(id(value))
+        return (found() if isinstance(found, ref) else found) is value
+
+
 class ObjectGraph:
     """The objects that are reached from ``roots`` when it is made.
 
@@ -130,9 +148,11 @@ class ObjectGraph:
         bound: further classes of objects that belong to their process, and stay behind.
         optimizers: whether optimizers and schedulers are carried, with their states; otherwise they belong to their
             process, too, and only hooks of roots are carried.
+        originals: None: all that it holds is original.
 
     Attributes:
-        large: tensors and arrays of over a megabyte, by path, other than parameters and buffers of modules.
+        values: tensors, arrays and containers by path, other than parameters, buffers and tables of modules.
+        large: tensors and arrays of over a megabyte among them.
     """
 
     def __init__(
@@ -143,8 +163,10 @@ class ObjectGraph:
         skipped: Collection[Path] = (),
         bound: tuple[type[Any], ...] = (),
         optimizers: bool = False,
+        originals: Originals | None = None,
     ) -> None:
         self._whole, self._skipped, self._optimizers = whole, frozenset(skipped), optimizers
+        self._originals = originals
         self._bound = (*PROCESS_BOUND_TYPES, *bound, *(() if whole else (pl.LightningModule,)))
         self._bound += () if optimizers else (Optimizer, LRScheduler)
         self._roots = {name: value for name, value in roots.items() if value is not None}
@@ -153,7 +175,7 @@ class ObjectGraph:
         self._names = {id(value): name for name, value in self._anchors.items()}
         self._nodes: dict[Path, Any] = {}
         self._paths: dict[int, Path] = {}
-        self.large: dict[Path, Any] = {}
+        self.values: dict[Path, Any] = {}
         for name, root in self._roots.items():
             self._visit(name, root)
 
@@ -166,8 +188,8 @@ class ObjectGraph:
             if id(value) in self._names or id(value) in self._paths:
                 continue
             if isinstance(value, (Tensor, np.ndarray)):
-                if _is_large_data(value) and not is_weight(path):
-                    self.large.setdefault(path, value)
+                if not is_weight(path):
+                    self.values[path] = value
             elif path in self._roots or (is_node(value) and not isinstance(value, self._bound)):
                 self._nodes[path], self._paths[id(value)] = value, path
                 state = self._state(path, value)
@@ -175,8 +197,17 @@ class ObjectGraph:
                     state.pop("state", None)  # it is written in each step: data that stays the same is elsewhere
                 waiting += [(f"{path}.{name}", item) for name, item in reversed(state.items())]
             elif type(value) in _CONTAINERS and len(value) <= _LOOKS_INTO:
+                if type(value) is not tuple and not path.endswith(_TABLES):
+                    self.values[path] = value
                 items = value.items() if isinstance(value, dict) else enumerate(value)
                 waiting += [(f"{path}[{key!r}]", item) for key, item in reversed(list(items))]
+
+    @cached_property
+    def large(self) -> dict[Path, Any]:
+        return {p: v for p, v in self.values.items() if isinstance(v, (Tensor, np.ndarray)) and _is_large_data(v)}
+
+    def is_original(self, value: Any) -> bool:
+        return self._originals is None or value in self._originals
 
     def nodes_of(self, *kinds: type[Any]) -> dict[Path, Any]:
         return {path: node for path, node in self._nodes.items() if isinstance(node, kinds)}
@@ -218,13 +249,16 @@ class ObjectGraph:
         left_behind: dict[Path, set[str]] = {}
         for owner, _, name in (path.rpartition(".") for path in self._skipped):
             left_behind.setdefault(owner, set()).add(name)
-        packed = self._dump((states, left_behind), unchanged)
+        new = {path: value for path, value in self.values.items() if not self.is_original(value)}
+        packed = self._dump((states, left_behind, [*new.values()]), unchanged)
         if packed is None:
             for path, names in self._unpicklable(states, unchanged).items():
                 left_behind.setdefault(path, set()).update(names)
             for path, names in left_behind.items():
                 states[path] = {name: value for name, value in states.get(path, {}).items() if name not in names}
-            packed = self._dump((states, left_behind), unchanged)
+                left = tuple(f"{path}.{name}" for name in names)
+                new = {place: value for place, value in new.items() if not place.startswith(left)}
+            packed = self._dump((states, left_behind, [*new.values()]), unchanged)
             assert packed is not None, "each attribute could be pickled by itself"
         return packed
 
@@ -263,8 +297,8 @@ class ObjectGraph:
         ``large``: this process's tensors and arrays that were not sent, by path. Raises ReCycleError if one is missing.
         """
         loader = _GraphUnpickler(self, packed, large or {}, device)
-        states, left_behind = loader.load()
-        _Update(self, loader).write(states, left_behind)
+        states, left_behind, new = loader.load()
+        _Update(self, loader, new).write(states, left_behind)
         for handle, tables in loader.handles:
             first, *others = (ref(table_of(loader.made.get(path, self._nodes.get(path)), key)) for path, key in tables)
             handle.hooks_dict_ref, handle.extra_dict_ref = first, tuple(others)
@@ -380,15 +414,16 @@ class _GraphUnpickler(pickle.Unpickler):
 
 
 class _Update:
-    """Writes received states into the nodes of a graph."""
+    """Writes received states into the nodes of a graph; ``new``: values received that replaced originals."""
 
-    def __init__(self, graph: ObjectGraph, loader: _GraphUnpickler) -> None:
+    def __init__(self, graph: ObjectGraph, loader: _GraphUnpickler, new: list[Any]) -> None:
         self._graph, self._nodes, self._weights = graph, graph._nodes, graph._weights
         self._made, self._shared = loader.made, loader.shared
         self._counterparts: dict[int, Any] = {}  # by id of what was received: what stands for it here
         self._known = {id(node) for nodes in (graph._nodes, graph._anchors, loader.made) for node in nodes.values()}
         self._claimed_ids: set[int] = set()
-        self._received: list[Any] = []  # keeps ids unique
+        self._received: list[Any] = [new]  # keeps ids unique
+        self._new_ids = set(map(id, new))
 
     def write(self, states: Mapping[Path, dict[str, Any]], left_behind: Mapping[Path, set[str]]) -> None:
         existing = ((path, self._made.get(path, self._nodes.get(path))) for path in states)
@@ -427,6 +462,8 @@ class _Update:
             return self._counterparts[id(new)]
         if old is new or old is MISSING or type(old) is not type(new) or id(old) in self._claimed_ids:
             old = None
+        if id(new) in self._new_ids and self._graph.is_original(old):
+            old = copy(old) if type(old) in _CONTAINERS else None  # with the same items, which may be no new ones
         merge_kind = next((merge for kinds, merge in _MERGES if type(new) in kinds), None)
         if is_sharded(new):
             merge_kind = _Update.merge_sharded
@@ -616,7 +653,8 @@ def user_graph(trainer: pl.Trainer, training: TrainingParts | None = None) -> Ob
         "training": training,
     }
     anchors = {**process_anchors(trainer, optimizers=training is None), **_callbacks(trainer), **streams}
-    return ObjectGraph(roots, anchors, optimizers=training is not None)
+    originals = trainer.strategy.session.originals  # type: ignore[attr-defined]
+    return ObjectGraph(roots, anchors, optimizers=training is not None, originals=originals)
 
 
 class TrainingParts:

@@ -28,6 +28,7 @@ from lightning_recycle.session.lightning_internals import prepare_data_within, s
 from lightning_recycle.session.loops import PipelineFitLoop, patch_logger_connector
 from lightning_recycle.session.microbatch_changes import MicrobatchChanges
 from lightning_recycle.session.object_attributes import number_hooks
+from lightning_recycle.session.object_graph import Originals
 from lightning_recycle.session.optimizer_states import parameters_by_name
 from lightning_recycle.session.output_recorder import OutputRecorder
 from lightning_recycle.session.reporting import (
@@ -58,6 +59,7 @@ class Session:
     Attributes:
         mesh: that of this worker's position, if it has several members.
         callbacks: the Trainer's callbacks when this worker began.
+        originals: what the user's objects held then, where the launching process gets them back.
         at_point: called with a point of the run ("setup", "recovery", "checkpoint", "end") and the step.
         node_rank: the number of this machine; 0 for that of the first leader, and in a replacement.
         local_rank: the number of its device; while data is prepared, 0 in the worker that does that for its machine.
@@ -72,6 +74,7 @@ class Session:
         self.grid, self.worker = context.grid, context.worker
         self.at_point: list[Callable[[str, int], None]] = []
         self.callbacks = list(trainer.callbacks)  # type: ignore[attr-defined]
+        self.originals: Originals | None = None
         number_hooks(self.place.rank, self.place.incarnation)
         self.loaders = StepLoaders(context)
         self.node_rank, self.local_rank = 0, self.place.device

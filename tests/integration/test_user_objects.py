@@ -8,10 +8,10 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from support.growth import happened
+from support.growth import AwaitReplacement, happened, rejoined
 from support.training import grid_trainer, on_one_device
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 
 from lightning_recycle import ReCycleError
 from lightning_recycle.callbacks import Fault
@@ -163,6 +163,44 @@ class Plain(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+class Relabels(L.Callback):
+    """Puts new objects in the place of those that it was given, and writes into others."""
+
+    def __init__(self, data: TensorDataset, seen: list[int], epochs: dict[str, int]) -> None:
+        self.data, self.seen, self.kept, self.epochs = data, seen, seen, epochs
+
+    def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        samples, labels = self.data.tensors
+        self.data.tensors = (samples, labels + 1)
+        self.seen = [*self.seen, trainer.current_epoch]
+        self.kept.append(trainer.current_epoch)
+        self.epochs["last"] = trainer.current_epoch
+
+
+class PlainOnFirst(Plain):
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        return super().training_step(batch[0], index)
+
+
+@pytest.mark.parametrize("lost", [None, 0, 1])
+def test_what_hooks_put_in_the_place_of_an_object_leaves_that_as_it_was(lost):
+    """Whatever holds the old one; also where only replacements are left, which got theirs from a peer."""
+    samples, labels = torch.randn(SAMPLES, 4, dtype=torch.float64), torch.zeros(SAMPLES, dtype=torch.int64)
+    data, seen, epochs = TensorDataset(samples, labels), [], {}
+    callback = Relabels(data, seen, epochs)
+    faults = [] if lost is None else [Fault("kill", lost, 0, step=7), Fault("kill", 1 - lost, 0, step=12)]
+    callbacks = [callback, AwaitReplacement([11, 16])]
+    trainer = grid_trainer(2, 1, faults, {"max_restarts": 2}, callbacks=callbacks, max_epochs=EPOCHS)
+    trainer.fit(PlainOnFirst(), DataLoader(data, batch_size=4))
+    assert rejoined(trainer) == [] if lost is None else [(lost, 0), (1 - lost, 0)]
+    assert data.tensors[0] is samples
+    assert labels.eq(0).all()
+    assert data.tensors[1].eq(EPOCHS).all()
+    assert callback.seen == callback.kept == [0, 1, 2, 3]
+    assert callback.kept is seen
+    assert callback.epochs is epochs == {"last": 3}
 
 
 class Gain(nn.Module):

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torchmetrics import MeanSquaredError
 
-from lightning_recycle.session.object_graph import LargeData, ObjectGraph
+from lightning_recycle.session.object_graph import LargeData, ObjectGraph, Originals
 
 _CPU = torch.device("cpu")
 
@@ -252,6 +252,40 @@ def test_objects_that_were_one_become_two_without_touching_each_other():
     assert receiver.best.eq(1).all()
     assert receiver.outputs == []
     assert receiver.also == [1]
+
+
+def test_what_replaced_an_original_does_not_arrive_in_that():
+    """But in place where the receiver has replaced its own, too; what could not be pickled is left as it was."""
+    nets = [Net(), Net()]
+    for net in nets:
+        net.array, net.nested, net.also = np.zeros(2), {"kept": [1]}, net.outputs
+    originals = [Originals(ObjectGraph({"module": net}, {}).values.values()) for net in nets]
+    sender, receiver = nets
+    olds = receiver.outputs, receiver.by_name, receiver.array, receiver.nested
+    kept = receiver.nested["kept"]
+    sender.outputs = [*sender.outputs, torch.ones(1)]
+    sender.by_name, sender.array = {"a": [2]}, sender.array + 1
+    sender.nested = {**sender.nested, "more": 1}
+    sender.nested["kept"].append(2)
+    sender.also.append(3)
+    sender.helper.seen = [threading.Lock()]
+    for turn in range(2):
+        packed = ObjectGraph({"module": sender}, {}, originals=originals[0]).pack()
+        found = receiver.outputs, receiver.by_name, receiver.array, receiver.nested
+        ObjectGraph({"module": receiver}, {}, originals=originals[1]).update(packed, _CPU)
+        assert olds[0] == [3]
+        assert receiver.also is olds[0]
+        assert olds[1] == {"a": []}
+        assert not olds[2].any()
+        assert olds[3] == {"kept": [1, 2]}
+        assert len(receiver.outputs) == 1
+        assert receiver.by_name == {"a": [2]}
+        assert receiver.array.all()
+        assert receiver.nested == {"kept": [1, 2], "more": 1}
+        assert receiver.nested["kept"] is kept
+        assert receiver.helper.seen == [1]
+        now = receiver.outputs, receiver.by_name, receiver.array, receiver.nested
+        assert [a is b for a, b in zip(found, now, strict=True)] == [turn == 1] * 4
 
 
 def test_the_senders_objects_are_not_changed():
