@@ -49,9 +49,9 @@ class _Number:
 
 @dataclass(frozen=True)
 class LoggerCall:
-    """A call of a logger's experiment, such as ``add_image``.
+    """A call of a logger or its experiment, such as ``experiment.add_image``.
 
-    ``path``: attributes and (keys,) that lead from the experiment to the called method.
+    ``path``: attributes and (keys,) that lead from the logger to the called method.
     """
 
     logger: int

@@ -5,8 +5,8 @@ that only the leader shows go on where the old leader's were.
 
 Only the leader's loggers write. The others keep the rows until the leader has applied a later step, after its loggers
 have flushed; a new leader writes the rest. At most the rows of the newest two steps can be written twice; in files of
-``CSVLogger`` they are recognised. Calls of ``logger.experiment`` in a step, which may run again, are
-recorded, and those of one micro-batch are made once, when the step is applied.
+``CSVLogger`` they are recognised. Calls of a logger in a step, which may run again, are recorded, and those of one
+micro-batch are made once, when the step is applied.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class LogRelay:
     """Calls loggers on the leader; other workers keep the newest rows to take over."""
 
     def __init__(self, context: WorkerContext, module: RecordedModule, version: Callable[[], int]) -> None:
-        self._collectives, self._version = context.collectives, version
+        self._collectives, self._module, self._version = context.collectives, module, version
         self._loggers = list(context.trainer.loggers)
         self._log = [logger.log_metrics for logger in self._loggers]
         self._log_hyperparams = [logger.log_hyperparams for logger in self._loggers]
@@ -204,12 +204,16 @@ class LogRelay:
         return self._collectives.client.member.leader_applied
 
     def _on_metrics(self, index: int, metrics: dict[str, float], step: int | None = None, **options: Any) -> None:
+        if self._module.recorded_logs is not None:
+            _record(self._module, index, ("log_metrics",), metrics, step, **options)
+            return
         cells = None if step is None else {(step, name) for name in metrics}
         self._write(index, partial(self._log[index], metrics, step, **options), cells)
 
     def on_call(self, call: LoggerCall) -> None:
         """Makes a call that a step has recorded, or keeps it for a take-over."""
-        self._write(call.logger, partial(_call, self._loggers[call.logger], call), None)
+        function = partial(_call, self._loggers[call.logger], call)
+        self._write(call.logger, function, None) if call.path[0] == "experiment" else function()
 
     def _write(self, index: int, write: Callable[[], None], cells: _Cells | None) -> None:
         """Calls ``write``, which fills ``cells``, or keeps it for a take-over."""
@@ -222,6 +226,9 @@ class LogRelay:
         self._rows.append((self._version(), index, write, cells))
 
     def _on_hyperparams(self, index: int, *args: Any, **kwargs: Any) -> None:
+        if self._module.recorded_logs is not None:
+            _record(self._module, index, ("log_hyperparams",), *args, **kwargs)
+            return
         self._hyperparams[index] = (args, kwargs)
         self._log_hyperparams[index](*args, **kwargs)  # Lightning's own does nothing except on the leader
 
@@ -241,7 +248,7 @@ class LogRelay:
 class _RecordedExperiment:
     """Stands for a logger's experiment in a step: calls are recorded and return None."""
 
-    def __init__(self, record: Any, path: tuple[Any, ...] = ()) -> None:
+    def __init__(self, record: Any, path: tuple[Any, ...] = ("experiment",)) -> None:
         self._record, self._path = record, path
 
     def __getattr__(self, name: str) -> _RecordedExperiment:
@@ -271,20 +278,21 @@ def _record_calls(cls: type[Logger], loggers: list[Logger], module: RecordedModu
         index = next((index for index, other in enumerate(loggers) if other is logger), None)
         if index is None or module.recorded_logs is None:
             return real(logger)
-
-        def record(path: tuple[Any, ...], *args: Any, **kwargs: Any) -> None:
-            assert module.recorded_logs is not None
-            args, kwargs = apply_to_collection((args, kwargs), Tensor, lambda t: t.detach().cpu().clone())
-            module.recorded_logs.append(("", LoggerCall(index, path, args, kwargs), {}))
-
-        return _RecordedExperiment(record)
+        return _RecordedExperiment(partial(_record, module, index))
 
     experiment.real = real  # type: ignore[attr-defined]
     cls.experiment = property(experiment)  # type: ignore[attr-defined]
 
 
+def _record(module: RecordedModule, index: int, path: tuple[Any, ...], *args: Any, **kwargs: Any) -> None:
+    """Records a call in a step of the logger with this index."""
+    assert module.recorded_logs is not None
+    args, kwargs = apply_to_collection((args, kwargs), Tensor, lambda t: t.detach().cpu().clone())
+    module.recorded_logs.append(("", LoggerCall(index, path, args, kwargs), {}))
+
+
 def _call(logger: Logger, call: LoggerCall) -> None:
-    called: Any = logger.experiment  # type: ignore[attr-defined]
+    called: Any = logger
     for step in call.path:
         called = called[step[0]] if isinstance(step, tuple) else getattr(called, step)
     called(*call.args, **call.kwargs)

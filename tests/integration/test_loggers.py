@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.utilities import rank_zero_only
 from support.models import GLOBAL_BATCH, Regression, dataset
@@ -62,6 +63,36 @@ def test_a_logger_that_the_script_has_used_before_goes_on_after_the_leader_and_i
     one, grid = found
     assert len(one) == EPOCH + 2
     assert [{key: float(value) for key, value in row.items()} for row in grid] == numbers(one)
+
+
+class Tells(L.LightningModule):
+    """Its steps tell the logger themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(1, 1).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.logger.log_metrics({"seen": float(batch_idx)}, step=batch_idx)
+        if batch_idx == 0:
+            self.logger.log_hyperparams({"first": 1})
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize("lost", [None, 0])
+def test_what_a_step_tells_a_logger_is_written_once(tmp_path, lost):
+    """Not by each micro-batch, and whichever worker runs it; a repeated step or a new leader repeats no row."""
+    faults = [] if lost is None else [Fault("kill", lost, 0, 3, at="reduce")]
+    logger = CSVLogger(tmp_path, version=0)
+    run = trainer(2, 1, faults, {"num_microbatches": 2}, logger=logger, max_epochs=1, max_steps=-1)
+    run.fit(Tells(), DataLoader(torch.arange(48.0, dtype=torch.float64)[:, None], batch_size=4))
+    directory = Path(logger.log_dir)
+    found = [(row["step"], row["seen"]) for row in rows(directory) if "seen" in row]
+    assert [(int(step), float(value)) for step, value in found] == [(step, float(step)) for step in range(6)]
+    assert "first: 1" in (directory / "hparams.yaml").read_text()
 
 
 class InMemory(Logger):
