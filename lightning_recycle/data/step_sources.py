@@ -64,6 +64,16 @@ class StepHandle:
     def __getitem__(self, key: Any) -> Any:
         return self.read()[key]
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name in vars(StepHandle):  # of a copy that is being made; what read() raises
+            raise AttributeError(name)
+        return getattr(self.read(), name)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(lambda value: value.read() if isinstance(value, cls) else value, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
     def __iter__(self) -> Iterator[Any]:
         return iter(self.read())
 

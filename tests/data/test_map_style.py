@@ -1,13 +1,15 @@
 """Micro-batch data by address."""
 
 import os
+import pickle
 import random
 import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
-from typing import Any
+from copy import copy
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -244,6 +246,20 @@ def test_own_microbatches_may_be_asked_for_in_any_order_and_adopted_ones_between
             source.begin_step(handle)
             for microbatch in wanted:
                 assert torch.equal(source.fetch(handle, microbatch), direct.fetch(handle, microbatch))
+
+
+def test_a_hook_uses_the_handle_as_the_batch():
+    """Items, attributes, functions of torch; other objects copy it without reading."""
+    source = loader(Numbers(32), Grid(2, 1, 2), 4)
+    handle = StepHandle(source, 0, 1)
+    unread = pickle.loads(pickle.dumps(copy(StepHandle(cast(Any, None), 0, 1))))
+    assert unread.index == 1
+    with closing(source):
+        whole = handle.read()
+        assert (handle.shape, handle[1], handle.sum()) == (whole.shape, whole[1], torch.sum(handle))
+        assert torch.cat([handle, handle]).equal(torch.cat([whole, whole]))
+        with pytest.raises(AttributeError, match="image"):
+            _ = handle.image
 
 
 class WhoRead(Numbers):
