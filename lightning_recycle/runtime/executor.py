@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
@@ -23,7 +24,7 @@ from lightning_recycle.data.step_sources import StepHandle
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import Microbatch, OpKind
 from lightning_recycle.planning.program import Program, Task
-from lightning_recycle.runtime.commit_reports import CommitPayload, RecordOutput, StepResult
+from lightning_recycle.runtime.commit_reports import CommitPayload, MicrobatchValues, RecordOutput, StepResult
 from lightning_recycle.runtime.communicator import receive_object, send_object
 from lightning_recycle.runtime.gradients import AccumulationPart
 from lightning_recycle.runtime.groups_and_transports import CommunicationError, UnreachableError
@@ -221,29 +222,37 @@ class Executor:
         attempt.cannot_repeat = before
         return contributions
 
-    def forward_whole(self, value: Any, draw: int, deliver: Callable[[Any], Any]) -> Any:
+    def forward_whole(
+        self,
+        value: Any,
+        draw: int,
+        watched: Callable[[], AbstractContextManager[MicrobatchValues]],
+        deliver: Callable[[Any], Any],
+    ) -> tuple[Any, list[bytes]]:
         """Runs ``value`` through one worker of each stage, despite failures.
 
         All workers call it at the same place outside of steps, or in the hooks of STEP. ``draw`` separates the
-        randomness of calls and micro-batches in one version. ``deliver`` gets the last layer's output where it was
-        computed; its result is returned on every worker.
+        randomness of calls and micro-batches in one version. ``watched`` undoes what a forward changes. ``deliver``
+        gets the last layer's output where it was computed. Returns its result and the changes of each stage, on every
+        worker.
         """
         self.runner.attempt.reads_from = None
         place = self.runner.attempt.place
 
-        def attempt() -> Mapping[int, tuple[Any] | None]:
+        def attempt() -> Mapping[int, tuple[bytes, tuple[Any] | None]]:
             if self.client.is_interrupted:
                 raise Interrupted
             self.runner.attempt.place = (self.version, "self(x)")
             self.client.doing(self.version, "self(x)")
-            output = self._forwards.run_value(value, draw)
+            with watched() as effects:
+                output = self._forwards.run_value(value, draw)
             answer = (deliver(output),) if self._forwards.leads_last_stage else None
-            return self._exchange("output of self(x)", answer)
+            return self._exchange("output of self(x)", (effects.note(b""), answer))
 
         answers = self._retry(attempt)
         self.runner.attempt.place = place
-        (output,) = next(answer for answer in answers.values() if answer is not None)
-        return output
+        (output,) = next(answer for _, answer in answers.values() if answer is not None)
+        return output, [note for _, (note, _) in sorted(answers.items())]
 
     # ------------------------------------------------------------------ collectives of the position in hooks
 

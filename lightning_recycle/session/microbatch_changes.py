@@ -210,13 +210,27 @@ class MicrobatchChanges:
         """As :meth:`microbatch`, for a recomputed forward, which leaves nothing."""
         return nullcontext() if self._alone else self._watching(self._tree, index, MicrobatchEffects(), leaves=False)
 
+    def outside(self) -> AbstractContextManager[MicrobatchEffects]:
+        """As :meth:`microbatch`, for a forward in a hook, which all workers take over by :meth:`repeat_outside`."""
+        effects = MicrobatchEffects()
+        return nullcontext(effects) if self._alone else self._watching(self._tree, None, effects)
+
     @contextmanager
     def _watching(
-        self, tree: ValueTree, index: int, effects: MicrobatchEffects, sums: Sequence[Tensor] = (), leaves: bool = True
+        self,
+        tree: ValueTree,
+        index: int | None,
+        effects: MicrobatchEffects,
+        sums: Sequence[Tensor] = (),
+        leaves: bool = True,
     ) -> Iterator[MicrobatchEffects]:
-        """Adds a block's changes to ``effects``, if it ``leaves`` any, and undoes them."""
+        """Adds a block's changes to ``effects``, if it ``leaves`` any, and undoes them.
+
+        ``index``: of the micro-batch; None for other code.
+        """
         self._forget(tree.absorb())
-        tree.begin({key: self._value_of(tree, key, index) for key in self.by_microbatch if tree.has(key)})
+        own = {} if index is None else {k: self._value_of(tree, k, index) for k in self.by_microbatch if tree.has(k)}
+        tree.begin(own)
         self._is_inside = tree is self._tree
         try:
             yield effects
@@ -256,7 +270,7 @@ class MicrobatchChanges:
     def _unpack(self, value: _MicrobatchValue, tree: ValueTree) -> Any:
         return self._load(value.packed, tree) if value.tensor is None else value.tensor.clone()
 
-    def _effects(self, tree: ValueTree, changes: Sequence[CellChange], index: int) -> list[Effect]:
+    def _effects(self, tree: ValueTree, changes: Sequence[CellChange], index: int | None) -> list[Effect]:
         """The ``changes`` by micro-batch ``index``, as effects for all workers.
 
         Items that were appended travel as such. Of other values those travel that are small, or differed between
@@ -287,9 +301,13 @@ class MicrobatchChanges:
         room = _MOST_BYTES
         for effect, value in sorted(changed_values, key=lambda item: (item[0].size, repr(item[0].cell_key))):
             size, is_mean = effect.size, effect.is_statistic
-            travels = is_mean or (size <= room and (size <= _SMALL_BYTES or effect.cell_key not in self._equal_keys))
+            travels = (
+                index is None
+                or is_mean
+                or (size <= room and (size <= _SMALL_BYTES or effect.cell_key not in self._equal_keys))
+            )
             room -= size if travels else 0
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and index is not None:
                 self._own_tensors.setdefault(index, {})[effect.cell_key] = value
             sent = (effect.packed or self._pack(effect.cell_key, value, tree)) if travels else None
             effects.append(MicrobatchChange(effect.cell_key, effect.digest, size, sent, is_mean))
@@ -395,6 +413,16 @@ class MicrobatchChanges:
             for cell_key, changed in changes.items():
                 self._take_values(cell_key, changed)
             self._own_tensors = {}
+
+    @torch.no_grad()
+    def repeat_outside(self, note: bytes) -> None:
+        """Repeats the effects of an :meth:`outside` block: they hold for all micro-batches."""
+        for effect in pickle.loads(note) if note else ():
+            if isinstance(effect, Append):
+                self._extend(effect, on_step=False)
+            elif self._tree.has(effect.cell_key):
+                self._tree.put(effect.cell_key, self._load(effect.packed, self._tree))
+                self._forget([effect.cell_key])
 
     def _extend(self, effect: Append, on_step: bool) -> None:
         tree, cell_key = self._tree, (effect.path[:-1], effect.path[-1])

@@ -317,9 +317,11 @@ class WholeForward:
         microbatch_changes = self._recorder.microbatch_changes
         keeps_shares = microbatch_changes.keeps_shares
         with torch.no_grad():
-            done = self._steps.executor.forward_whole(
-                value, -1 - number, partial(self._parts.record_forward, self._recorder)
+            done, notes = self._steps.executor.forward_whole(
+                value, -1 - number, microbatch_changes.outside, partial(self._parts.record_forward, self._recorder)
             )
+        for note in notes:
+            microbatch_changes.repeat_outside(note)
         microbatch_changes.keeps_shares = keeps_shares  # what forward() keeps for itself is no part of a sum
         (output,) = self._recorder.replay({0: done}, on_step=False).values
         return move_data_to_device(output.value if isinstance(output, CallResult) else output, self._module.device)

@@ -13,7 +13,7 @@ from support.models import GLOBAL_BATCH, Regression, dataset
 from support.sampling import sampled
 from support.training import TOLERANCE, difference, failures, on_one_device
 from support.training import fit as fit_on_grid
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_recycle import ConfigurationError, PipelineModule, ReCycleError
@@ -85,6 +85,46 @@ def test_a_worker_that_dies_in_an_evaluation_changes_no_answer(tmp_path, alone, 
     found = answers(tmp_path)
     for rank in {0, 1, 2, 3} - {victim}:
         assert_same(found[rank], alone[0], hooks)
+
+
+class Counts(nn.Module):
+    """Counts its calls in training, in what is small and in what is large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.seen = 0, [0]
+        self.register_buffer("many", torch.zeros(20_000))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+            if not torch.is_grad_enabled():  # a step appends the items of each micro-batch
+                self.seen.append(self.calls)
+            self.many.add_(1)
+        return x + 1e-3 * self.calls
+
+
+class CountedRegression(Regression):
+    def configure_pipeline(self) -> Any:
+        return [Counts(), *super().configure_pipeline(), Counts()]
+
+    @torch.no_grad()
+    def on_train_epoch_end(self) -> None:
+        self(torch.ones(2, 8, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("victim", sampled([None, 0, 1, 2, 3], 2))
+def test_what_layers_keep_of_an_evaluation_is_the_same_on_all_peers(victim):
+    """As on one device, whichever of them goes on."""
+    ours, theirs = CountedRegression().double(), CountedRegression().double()
+    fit_alone(theirs, [])
+    run = fit(ours, 2, 2, [] if victim is None else [Dies(victim, "on_train_batch_end", EPOCH + 2, None)])
+    assert failures(run) == ([] if victim is None else [(victim // 2, victim % 2)])
+    for mine, other in zip(ours.layers, theirs.layers, strict=True):
+        if isinstance(other, Counts):
+            assert (mine.calls, mine.seen) == (other.calls, other.seen)
+            assert mine.calls == EPOCHS * (EPOCH + 1)
+    assert difference(ours.state_dict(), theirs.state_dict()) < TOLERANCE
 
 
 class Alone(Callback):
