@@ -21,6 +21,7 @@ _ELSEWHERE = {
     "changelog.md": "CHANGELOG.md",
     "contributing.md": "CONTRIBUTING.md",
     "security.md": "SECURITY.md",
+    "code_of_conduct.md": "CODE_OF_CONDUCT.md",
 }
 """Pages of the site whose source is not in docs/, by their name in the site."""
 

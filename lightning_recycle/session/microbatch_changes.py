@@ -211,7 +211,10 @@ class MicrobatchChanges:
         return nullcontext() if self._alone else self._watching(self._tree, index, MicrobatchEffects(), leaves=False)
 
     def outside(self) -> AbstractContextManager[MicrobatchEffects]:
-        """As :meth:`microbatch`, for a forward in a hook, which all workers take over by :meth:`repeat_outside`."""
+        """As :meth:`microbatch`, for a forward in a hook.
+
+        All workers take over its effects by :meth:`repeat_outside`.
+        """
         effects = MicrobatchEffects()
         return nullcontext(effects) if self._alone else self._watching(self._tree, None, effects)
 

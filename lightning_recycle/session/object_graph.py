@@ -414,7 +414,10 @@ class _GraphUnpickler(pickle.Unpickler):
 
 
 class _Update:
-    """Writes received states into the nodes of a graph; ``new``: values received that replaced originals."""
+    """Writes received states into the nodes of a graph.
+
+    ``new``: received values that replaced originals.
+    """
 
     def __init__(self, graph: ObjectGraph, loader: _GraphUnpickler, new: list[Any]) -> None:
         self._graph, self._nodes, self._weights = graph, graph._nodes, graph._weights

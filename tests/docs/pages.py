@@ -14,6 +14,7 @@ PAGES = [
 ]
 RECORDS = [
     "../SECURITY.md",
+    "../CODE_OF_CONDUCT.md",
     "../CHANGELOG.md",
     *(f"../benchmarks/{path.name}" for path in sorted((ROOT / "benchmarks").glob("*.md"))),
 ]
