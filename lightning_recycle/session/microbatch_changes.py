@@ -419,7 +419,7 @@ class MicrobatchChanges:
 
     @torch.no_grad()
     def repeat_outside(self, note: bytes) -> None:
-        """Repeats the effects of an :meth:`outside` block: they hold for all micro-batches."""
+        """Repeats effects of an :meth:`outside` block, which hold for all micro-batches."""
         for effect in pickle.loads(note) if note else ():
             if isinstance(effect, Append):
                 self._extend(effect, on_step=False)
