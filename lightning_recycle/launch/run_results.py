@@ -499,10 +499,7 @@ def _take_weights(
 def _add_weights_made_by_hooks(
     trainer: pl.Trainer, requires_grad: Mapping[str, bool], state: Mapping[str, torch.Tensor]
 ) -> None:
-    """Adds to the module's submodules the weights that hooks have made in the workers.
-
-    ``requires_grad``: of each parameter, by name.
-    """
+    """Adds to the module's submodules the weights that hooks have made in the workers."""
     module = trainer.lightning_module
     modules, shapes = dict(module.named_modules()), _shapes(weights_of(module))
     for name, tensor in state.items():

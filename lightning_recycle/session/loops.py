@@ -117,10 +117,7 @@ def _runner(trainer: pl.Trainer) -> TrainingSteps:
 def _run_step(
     trainer: pl.Trainer, handle: StepHandle, apply: Callable[[StepResult], None], share: AccumulationPart
 ) -> tuple[torch.Tensor, Any]:
-    """Runs a step, and logs in place of ``training_step``, where Lightning allows it.
-
-    Returns its loss and its output.
-    """
+    """Runs a step, and logs in place of ``training_step``, where Lightning allows it."""
     runner, profiler = _runner(trainer), trainer.profiler  # type: ignore[attr-defined]
     with profiler.profile(f"[Strategy]{type(trainer.strategy).__name__}.training_step"):
         result = runner.run_step(handle, apply, share)

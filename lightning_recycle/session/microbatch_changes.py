@@ -211,10 +211,7 @@ class MicrobatchChanges:
         return nullcontext() if self._alone else self._watching(self._tree, index, MicrobatchEffects(), leaves=False)
 
     def outside(self) -> AbstractContextManager[MicrobatchEffects]:
-        """As :meth:`microbatch`, for a forward in a hook.
-
-        All workers take over its effects by :meth:`repeat_outside`.
-        """
+        """As :meth:`microbatch`, for a forward in a hook; :meth:`repeat_outside` follows."""
         effects = MicrobatchEffects()
         return nullcontext(effects) if self._alone else self._watching(self._tree, None, effects)
 
@@ -227,10 +224,7 @@ class MicrobatchChanges:
         sums: Sequence[Tensor] = (),
         leaves: bool = True,
     ) -> Iterator[MicrobatchEffects]:
-        """Adds a block's changes to ``effects``, if it ``leaves`` any, and undoes them.
-
-        ``index``: of the micro-batch; None for other code.
-        """
+        """Adds a block's changes to ``effects``, if it ``leaves`` any, and undoes them."""
         self._forget(tree.absorb())
         own = {} if index is None else {k: self._value_of(tree, k, index) for k in self.by_microbatch if tree.has(k)}
         tree.begin(own)

@@ -414,10 +414,7 @@ class _GraphUnpickler(pickle.Unpickler):
 
 
 class _Update:
-    """Writes received states into the nodes of a graph.
-
-    ``new``: received values that replaced originals.
-    """
+    """Writes received states into the nodes of a graph; ``new`` replaced originals."""
 
     def __init__(self, graph: ObjectGraph, loader: _GraphUnpickler, new: list[Any]) -> None:
         self._graph, self._nodes, self._weights = graph, graph._nodes, graph._weights
@@ -562,10 +559,7 @@ class _Update:
         return MethodType(function, self._local_counterpart(MISSING if old is None else old.__self__, new.__self__))
 
     def _local_counterpart(self, old: Any, new: Any) -> Any:
-        """Local counterpart of an object that only a closure or bound method refers to.
-
-        Objects that are no nodes are merged attribute by attribute.
-        """
+        """Local counterpart of an object that only a closure or bound method refers to."""
         if id(new) in self._counterparts or id(new) in self._known or not is_node(new):
             return self.merge(old, new)
         self._received.append(new)

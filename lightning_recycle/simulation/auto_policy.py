@@ -301,10 +301,7 @@ def _nearest_slots(
 
 
 def _missing_bytes(bytes_before: Sequence[int], held: Range | None, wanted: Range) -> int:
-    """Bytes of the layers ``wanted`` that are not ``held``.
-
-    ``bytes_before``: total of all layers before each one.
-    """
+    """Bytes of the layers ``wanted`` that are not ``held``."""
     lacked = bytes_before[wanted[1]] - bytes_before[wanted[0]]
     if held is not None:
         begin, end = max(wanted[0], held[0]), min(wanted[1], held[1])

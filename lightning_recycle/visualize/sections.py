@@ -205,10 +205,7 @@ def _assumed(records: Iterable[Record]) -> str:
 def _ratio_lines(
     records: Sequence[Record], x: Axis, x_of: Callable[[Record], float], heads: dict[float, str], apart_by: str = ""
 ) -> list[Part]:
-    """Charts of the ratio to fault-free over ``x``, and a table by ``heads``.
-
-    All titles end with ``apart_by``.
-    """
+    """Charts of the ratio to fault-free over ``x``, and a table by ``heads``."""
     unaffected = [record for record in records if record["policy"]["name"] == "FaultFree"]
     failing = [record for record in records if record["policy"]["name"] != "FaultFree"] or unaffected
     apart = same_schedules(failing)
