@@ -327,16 +327,6 @@ def broadcast(communicator: Communicator, source: int, size: int = 1000) -> torc
     return tensor[:1000].cpu()
 
 
-def reduce_in_buckets(communicator: Communicator, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Begins a sum of each size before it waits for the first."""
-    tensors = [torch.arange(float(size), device=communicator.device) for size in sizes]
-    tensors = [tensor * (communicator.rank + 1) + number for number, tensor in enumerate(tensors)]
-    begun = [communicator.begin_collective(tensor) for tensor in tensors]
-    for one in begun:
-        communicator.end_collective(one)
-    return [tensor[:: max(1, len(tensor) // 100)].cpu() for tensor in tensors]
-
-
 def broadcast_tied(
     communicator: Communicator, ties: Sequence[tuple[int, ...]], sources: Sequence[int], size: int
 ) -> list[float]:

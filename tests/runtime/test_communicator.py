@@ -22,9 +22,9 @@ from support.sampling import sampled
 from torch import Tensor
 
 from lightning_recycle.control.client import Interrupted
-from lightning_recycle.runtime.communicator import SMALL_BYTES, CommunicationError, Communicator, _message_pieces
+from lightning_recycle.runtime.communicator import SMALL_BYTES, CommunicationError, Communicator
 from lightning_recycle.runtime.groups_and_transports import PACKED_BYTES, Transport, UnreachableError
-from lightning_recycle.runtime.wire import HEADER_BYTES, MAX_TENSORS
+from lightning_recycle.runtime.wire import HEADER_BYTES
 
 ABORT_SECONDS = 1.0  # within which an abort must have unblocked everything
 BLOCKED = 0.1  # seconds after which an operation that cannot complete is blocked; an abort before that works too
@@ -218,16 +218,6 @@ def test_broadcast_overwrites_with_the_tensor_of_a_rank_of_the_stage(four):
         assert set(four.members[rank].result().tolist()) == {3.0}
 
 
-def test_sums_that_were_begun_together_are_each_their_own(four):
-    four.regroup(0, 1, 2, 3, stages=2)
-    sizes = [100_000, 3, 50_000, 70_001]
-    for rank, found in enumerate(four.run(tasks.reduce_in_buckets, sizes)):
-        factor, peers = (4, 2) if rank % 2 == 0 else (6, 2)  # ranks 0 and 2, or 1 and 3, each times its rank + 1
-        for number, (size, values) in enumerate(zip(sizes, found, strict=True)):
-            expected = (torch.arange(float(size)) * factor + peers * number)[:: max(1, size // 100)]
-            torch.testing.assert_close(values, expected)
-
-
 @pytest.mark.parametrize("size", [10, 100_000])
 def test_members_of_a_tie_are_told_what_a_member_of_whatever_stage_has(four, size):
     four.generation += 1
@@ -267,14 +257,6 @@ def test_sums_over_the_workers_of_a_tie_have_the_same_bits_on_all_of_them(four, 
     check({1: 4, 2: 2})
 
 
-def test_the_only_worker_of_a_stage_reduces_alone(four):
-    four.regroup(0, 1, stages=2)
-    expected = torch.randn(10, generator=torch.Generator().manual_seed(0)).mul(1e-3)
-    assert torch.equal(four.run(tasks.all_reduce, 10, torch.float32, ranks=[0])[0], expected)
-    four.regroup(2)
-    assert len(four.run(tasks.all_reduce, 10, torch.float32, ranks=[2])[0]) == 10
-
-
 # ---------------------------------------------------------------------- transfers of state, and memory
 
 
@@ -286,19 +268,6 @@ def test_a_state_arrives_whole_in_parts_of_so_many_bytes(four, part_bytes):
     assert is_whole
     size = 8 * (sum(sizes) + sizes[-1] // 2)
     assert size / part_bytes <= sent <= size / part_bytes + len(sizes) + 4, "small tensors travel together"
-
-
-@pytest.mark.parametrize("part_bytes", [64, 100, 5000])
-def test_both_sides_of_a_transfer_cut_it_alike(monkeypatch, part_bytes):
-    monkeypatch.setattr("lightning_recycle.runtime.communicator._PART_BYTES", part_bytes)
-    tensors = [torch.arange(100), torch.zeros(0), torch.full((3, 5), 2.5), *[torch.ones(1)] * 70]
-    parts = _message_pieces(tensors)
-    assert [[piece.nbytes for piece in part] for part in parts] == [
-        [piece.nbytes for piece in part] for part in _message_pieces([torch.empty_like(tensor) for tensor in tensors])
-    ]
-    assert all(sum(piece.nbytes for piece in part) <= part_bytes and len(part) <= MAX_TENSORS for part in parts)
-    joined = torch.cat([piece for part in parts for piece in part])
-    assert joined.numpy().tobytes() == b"".join(tensor.numpy().tobytes() for tensor in tensors)
 
 
 def test_steady_values_take_no_more_memory_of_the_host(four):

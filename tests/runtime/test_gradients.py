@@ -75,15 +75,6 @@ def test_the_reduced_gradient_of_a_step_stays_while_the_next_step_accumulates():
     assert not kept.any(), "two sets of buffers serve all steps"
 
 
-def test_frozen_parameters_are_left_alone():
-    frozen, trained = nn.Parameter(torch.zeros(3), requires_grad=False), nn.Parameter(torch.zeros(2))
-    gradients = GradientBuffers([frozen, trained], CPU)
-    gradients.begin(0)
-    assert frozen.grad is None
-    assert trained.grad is not None
-    gradients.check(0)
-
-
 def test_what_parameters_held_comes_back_however_often_a_step_is_begun():
     module = model()
     gradients = GradientBuffers(list(module.parameters()), CPU)
@@ -98,18 +89,6 @@ def test_what_parameters_held_comes_back_however_often_a_step_is_begun():
     assert all(p.grad is grad for p, grad in zip(module.parameters(), held, strict=True))
 
 
-def test_the_sum_is_added_to_what_zeroing_has_left():
-    weight, x = nn.Parameter(torch.zeros(3)), torch.arange(3.0)
-    gradients = GradientBuffers([weight], CPU)
-    for step, (begins_with, sum_) in enumerate([(None, x), (x, 2 * x), (2 * x, 3 * x)]):
-        assert weight.grad is begins_with or torch.equal(weight.grad, begins_with)
-        gradients.begin(step)
-        (weight * x).sum().backward()
-        apply(gradients, step)
-        assert torch.equal(weight.grad, sum_)
-        assert torch.equal(dict(gradients.by_parameter(step))[weight], x), "what a peer may adopt"
-
-
 def test_what_stays_for_several_steps_without_a_sum_is_not_overwritten():
     """An ``optimizer_step`` may leave out its closure."""
     weight = nn.Parameter(torch.zeros(3))
@@ -122,22 +101,6 @@ def test_what_stays_for_several_steps_without_a_sum_is_not_overwritten():
         (weight * 5).sum().backward()
         gradients.give_back()
     assert weight.grad.tolist() == [1.0, 1.0, 1.0]
-
-
-@pytest.mark.parametrize("lends_copies", [False, True])
-def test_batches_accumulate_as_parts_of_their_number(lends_copies):
-    weight, late = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
-    gradients = GradientBuffers([weight, late], CPU, lends_copies=lends_copies)
-    shares = [AccumulationPart(2, True, False), AccumulationPart(2, False, True)]
-    for step, share in enumerate(shares):
-        gradients.begin(step)
-        (weight.sum() + (late.sum() * 4 if step else 0)).backward()
-        norm = gradients.squared_norm(step, share)
-        assert gradients.is_finite(step, share)
-        apply(gradients, step, share)
-        assert norm == pytest.approx(sum(p.grad.square().sum().item() for p in (weight, late) if p.grad is not None))
-    assert weight.grad.tolist() == [1.0, 1.0]
-    assert late.grad.tolist() == [2.0, 2.0]
 
 
 def test_statistics_are_beside_gradients():
@@ -161,21 +124,6 @@ def test_statistics_are_beside_gradients():
     gradients.begin(3)
     gradients.renew(3)
     assert [view.shape for view in gradients.statistics(3)] == [one.shape for one in statistics]
-
-
-def test_parameters_may_come_and_go_between_steps():
-    first, second = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(4))
-    gradients = GradientBuffers([first], CPU)
-    gradients.begin(0)
-    first.sum().backward()
-    apply(gradients, 0)
-    gradients.parameters = [second]
-    gradients.begin(1)
-    second.sum().backward()
-    apply(gradients, 1)
-    assert second.grad.tolist() == [1.0] * 4
-    assert [p for p, _ in gradients.by_parameter(0)] == [first], "what a peer may adopt"
-    assert [p for p, _ in gradients.by_parameter(1)] == [second]
 
 
 @pytest.mark.parametrize("replacement", ["None", "a tensor"])

@@ -5,9 +5,8 @@ import itertools
 import os
 import pickle
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -299,44 +298,6 @@ def add_up(mesh: PositionMesh, times: int) -> None:
         dist.all_reduce(torch.ones(4_000_000), group=mesh.groups["tensor_parallel"])
 
 
-def communicating(position: Position, mesh: PositionMesh) -> list[float]:
-    """Seconds that an abort took with a large sum under way, and the errors of the generation after it."""
-    meeting = Meeting(os.environ["MEETING"])
-    rank = mesh.member
-    communicator = Communicator(rank, HOST, torch.device("cpu"), meeting, KEY, timeout=60.0, mesh=mesh)
-    model, waits = sharded(mesh), []
-    meeting.generation = 0
-
-    @contextlib.contextmanager
-    def waiting(what: str) -> Iterator[None]:
-        waits.append(what)
-        yield
-
-    communicator.waiting = waiting
-    communicator.configure(0, (), [rank], position=range(position.size))
-    moment: list[float] = []
-
-    def abort() -> None:
-        moment.append(time.monotonic())
-        communicator.abort(0)
-
-    if rank == 0:
-        threading.Timer(0.3, abort).start()
-    with pytest.raises(CommunicationError):
-        add_up(mesh, 10_000)
-    seconds = time.monotonic() - moment[0] if rank == 0 else 0.0
-    meeting.generation = 1
-    communicator.configure(1, (), [rank], position=range(position.size))
-    reference = blocks()
-    reference(batch()).square().sum().backward()
-    model(batch()).square().sum().backward()
-    pairs = zip(model.parameters(), reference.parameters(), strict=True)
-    error = max(float((full(p.grad) - full(q.grad)).abs().max()) for p, q in pairs)
-    assert set(waits) == {"the other members of its position"}
-    communicator.close()
-    return [seconds, error]
-
-
 def in_hook(position: Position, mesh: PositionMesh) -> int:
     """How often a member is told that it cannot go on in a hook."""
     meeting, done = Meeting(os.environ["MEETING"]), Path(os.environ["MEETING"]) / "done"
@@ -389,13 +350,6 @@ def late(position: Position, mesh: PositionMesh) -> tuple[str, float]:
     except Exception as error:
         return type(error).__name__, time.monotonic() - began
     return "none", 0.0
-
-
-def test_an_abort_ends_a_sum_of_members_that_is_under_way(tmp_path, monkeypatch):
-    monkeypatch.setenv("MEETING", str(tmp_path))
-    found = Position((1, 2), 0).run(communicating)
-    assert 0 <= found[0][0] < 1.0
-    assert all(error < 1e-12 for _, error in found)
 
 
 def test_a_sibling_that_is_lost_in_a_backward_is_a_communication_error(tmp_path, monkeypatch):

@@ -12,7 +12,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from lightning_recycle.planning.grid import OpKind
-from lightning_recycle.runtime.deferred import WeightGradQueue, intercept_linear
 from lightning_recycle.runtime.stage import Stage
 from lightning_recycle.runtime.step_measurements import FirstSteps, Timings
 
@@ -142,16 +141,3 @@ def test_what_a_microbatch_holds_is_what_the_allocator_gave_out():
     each = 4096 * 1024 * 4
     assert 5 * each <= found.after_forward <= 6 * each, "the input and four outputs"
     assert found.overhead >= 0
-
-
-@pytest.mark.gpu
-def test_a_queue_holds_tensors_of_the_device():
-    layer, queue = nn.Linear(WIDTH, WIDTH, device="cuda"), WeightGradQueue()
-    with intercept_linear():
-        output = layer(torch.randn(4, WIDTH, device="cuda"))
-    with queue.collecting():
-        output.sum().backward()
-    assert layer.weight.grad is None
-    assert all(tensor.is_cuda for tensor in queue.tensors())
-    queue.flush()
-    assert layer.weight.grad is not None

@@ -33,24 +33,6 @@ def test_memory_is_pinned_for_a_device_and_not_for_a_cpu(pinned):
     assert pinned == [True, False]
 
 
-def test_what_is_on_the_host_is_not_copied(pinned):
-    tensor = torch.arange(6)
-    assert HostMemory(CPU).staged(tensor) is tensor
-    assert HostMemory(CPU).on_device(tensor, is_reused=True) is tensor
-    assert not pinned
-
-
-def test_what_is_not_is_copied_to_pinned_memory(pinned, monkeypatch):
-    copied: list[Any] = []
-    monkeypatch.setattr(Tensor, "copy_", lambda *both: copied.append(both))
-    tensor = torch.ones(2, 3, device="meta", dtype=torch.int32)
-    pinned.clear()
-    copy = HostMemory(CUDA).staged(tensor)
-    assert (copy.shape, copy.dtype, copy.device) == ((2, 3), torch.int32, CPU)
-    assert pinned == [True]
-    assert [tuple(map(id, both)) for both in copied] == [(id(copy), id(tensor))]
-
-
 def test_a_copy_to_the_device_is_waited_for_only_if_its_memory_is_written_again(monkeypatch):
     waited: list[bool] = []
 

@@ -101,11 +101,3 @@ def test_an_operation_that_raised_does_not_count(device):
         raise KeyError
     device.done = 1.0
     assert timings.take_step() == {}
-
-
-def test_on_a_cpu_an_operation_takes_what_the_clock_says():
-    timings = Timings(torch.device("cpu"))
-    timings.stretch = lambda seconds: None
-    with timings.of[OpKind.FORWARD]:
-        pass
-    assert 0 <= timings.take_step()["F"] < 1

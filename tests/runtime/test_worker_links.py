@@ -214,34 +214,6 @@ def test_workers_connect_among_strangers(gates: list[Gate], inputs: int, caplog:
         sock.close()
 
 
-@pytest.mark.long
-def test_workers_connect_while_others_flood_their_gates(gates: list[Gate]) -> None:
-    ended = threading.Event()
-
-    def flood(gate: Gate) -> None:
-        held: list[socket.socket] = []
-        while not ended.is_set():
-            if (sock := knock(address_of(gate))) is not None:
-                held.append(sock)
-            if len(held) > 200:
-                held.pop(0).close()
-        for sock in held:
-            sock.close()
-
-    threads = [threading.Thread(target=flood, args=(gate,)) for gate in gates]
-    for thread in threads:
-        thread.start()
-    try:
-        for generation in range(3):
-            workers = Workers(gates, generation)
-            futures = [workers.start(rank, seconds=120.0) for rank in range(3)]
-            check_connected([future.result() for future in futures])
-    finally:
-        ended.set()
-        for thread in threads:
-            thread.join()
-
-
 def test_a_queue_that_strangers_have_filled_is_emptied() -> None:
     gate, other = Gate("127.0.0.1"), Gate("127.0.0.1")
     gate.socket.listen(8)  # a small one
