@@ -2,9 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Mapping
 from multiprocessing.connection import wait
-from typing import Any
 
 import pytest
 from control_plane import SILENCE, ControlPlane, beat, die, in_thread, together
@@ -18,40 +16,12 @@ from lightning_recycle.control.protocol.state import Crashed, Failed, StageLost
 from lightning_recycle.errors import ControlPlaneError
 
 
-def arrive_and_step(member: Member) -> Mapping[int, Any]:
-    answer = member.client.arrive("barrier", member.client.rank)
-    member.step()
-    return answer
-
-
-def test_arrive_survives_a_loss_in_the_middle(plane):
-    members = plane.members()
-    waiting = [in_thread(arrive_and_step, m) for m in members[:3]]
-    plane.until(lambda: len(plane.coordinator._state.collectives.open.get(0, ())) == 3)
-    die(plane, members[3])
-    assert [future.result(PATIENCE) for future in waiting] == [{0: 0, 1: 1, 2: 2}] * 3
-    assert all(member.client.generation == 1 for member in members[:3])
-
-
 def test_who_has_reported_an_error_waits_for_no_collective(plane):
     """As in an ``on_exception`` hook of a process that joined, which runs after that report."""
     client = plane.members()[3].client
     client.leave(EXIT_RAISED)
     with pytest.raises(ControlPlaneError, match="no one answers collective 'barrier'"):
         client.arrive("barrier", None)
-
-
-def test_a_loss_interrupts_a_commit_and_the_others_apply_the_step(plane):
-    members = plane.members()
-    waiting = [in_thread(member.step) for member in members[:3]]
-    plane.until(lambda: len(plane.coordinator._state.generation.commits) == 3)
-    die(plane, members[3])
-    for future in waiting:
-        future.result(PATIENCE)
-    assert [member.version for member in members[:3]] == [1, 1, 1]
-    plane.until(lambda: plane.events("step"))
-    assert [event.step for event in plane.events("step")] == [0]
-    assert [member.resumes[-1].decision.version for member in members[:3]] == [1, 1, 1]
 
 
 def test_an_exception_of_the_users_ends_the_run_even_if_its_process_is_already_gone(plane):

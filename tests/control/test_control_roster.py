@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any
 
 import pytest
-from control_plane import ControlPlane, die, fake_schedule, in_thread, together
+from control_plane import ControlPlane, die, in_thread, together
 from control_worker import Member
 from support.waiting import PATIENCE
 
-from lightning_recycle.control.client import EXIT_LEFT, EXIT_LOST_COORDINATOR, unpack
+from lightning_recycle.control.client import EXIT_LOST_COORDINATOR, unpack
 from lightning_recycle.control.options import RecoveryOptions
 from lightning_recycle.control.protocol.messages import Hello, Process
 from lightning_recycle.planning.grid import Grid
@@ -35,48 +35,6 @@ def has_boundary(plane: ControlPlane) -> bool:
 
 def results(futures: list[Future[Any]]) -> list[Any]:
     return [future.result(PATIENCE) for future in futures]
-
-
-def test_a_replacement_joins_at_a_step_boundary_and_nothing_is_redone(plane):
-    members = plane.members()
-    die(plane, members[3])
-    results(run_to(1, members[:3]))
-    joiner = Member(plane.client(3, joining=True), 2)
-    entering = in_thread(joiner.enter)
-    plane.until(lambda: has_boundary(plane))
-    running = run_to(6, members[:3])
-    entering.result(PATIENCE)
-    assert joiner.resumes[0].donors == {3: 1}
-    assert (joiner.version, joiner.client.member.roster) == (1, (0, 1, 2, 3))
-    results([*running, *run_to(6, [joiner])])
-    plane.until(lambda: len(plane.events("step")) == 6)
-    assert [event.step for event in plane.events("step")] == list(range(6))
-    (lost,) = plane.events("failure")
-    redone = [event for event in plane.events("redone") if event.generation > lost.generation]
-    assert redone == []  # nobody had begun the step at which it joined; the death may have met them in the first one
-    (rejoined,) = plane.events("rejoined")
-    (paused,) = plane.events("paused")
-    assert (rejoined.worker, rejoined.step) == ((1, 1), 1)
-    assert rejoined.seconds == pytest.approx(rejoined.time - paused.time, abs=0.01)
-    answers = together(*(partial(m.client.arrive, "end", m.client.rank) for m in [*members[:3], joiner]))
-    assert answers == [{0: 0, 1: 1, 2: 2, 3: 3}] * 4
-    assert plane.coordinator.schedules[-1] == fake_schedule(), "the plan of before"
-
-
-def test_a_worker_that_is_told_to_end_leaves_at_a_step_boundary_and_its_process_ends_well(plane):
-    members = plane.members()
-    results(run_to(2, members))
-    members[3].client.request_leave()
-    plane.until(lambda: has_boundary(plane))
-    run_to(3, [members[3]])
-    results(run_to(5, members[:3]))
-    assert members[3].client.exited.wait(PATIENCE)
-    assert members[3].client.exit_code == EXIT_LEFT
-    assert (members[3].version, members[0].client.member.roster) == (2, (0, 1, 2))
-    (left,) = plane.events("left")
-    assert (left.worker, left.step) == ((1, 1), 2)
-    assert [*plane.events("failure"), *plane.events("redone")] == []
-    assert not plane.processes[3].killed.is_set()
 
 
 def test_what_is_left_of_a_position_ends_so_that_it_is_started_again():

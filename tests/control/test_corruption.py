@@ -341,15 +341,12 @@ def test_it_is_the_devices_if_its_peers_get_finite_values(votes, is_the_device):
         assert (found.rank, found.kinds, found.device) == (0, ("output",), "cuda:0")
 
 
-def report(rank: int, state: s.MembershipState, version: int) -> m.Report:
-    status = WorkerStatus(GRID.worker(rank).stage, version, False)
-    return m.Report(rank, state.generation.number, status, begun=version)
-
-
 def resumed(
     state: s.MembershipState, ahead: tuple[int, ...] = ()
 ) -> tuple[s.MembershipState, m.Resume, tuple[Any, ...]]:
-    state, commands = feed(state, *(report(rank, state, int(rank in ahead)) for rank in state.roster.ranks))
+    state, commands = feed(
+        state, *(status_report(rank, state.generation.number, int(rank in ahead)) for rank in state.roster.ranks)
+    )
     return state, messages(commands, m.Resume)[0], commands
 
 

@@ -135,16 +135,6 @@ def await_generation(connection: Any) -> None:
         pass
 
 
-def test_a_message_that_comes_in_pieces_arrives(plane):
-    connection = plane.connection()
-    for byte in bytes(encode(messages.Hello(3, messages.Process("", 1)))):
-        connection.send_bytes(bytes([byte]))
-        time.sleep(0.001)
-    members = [in_thread(Member(plane.client(rank), 2).join) for rank in range(3)]
-    await_generation(connection)  # of all four
-    assert len(members) == 3
-
-
 def test_who_takes_no_messages_is_lost_after_the_timeout_and_holds_up_nobody():
     with ControlPlane(heartbeat=HeartbeatTimeouts(5.0)) as plane:
         deaf = plane.connection()

@@ -76,14 +76,10 @@ def test_a_file_that_was_removed_is_written_anew(tmp_path: Path) -> None:
     assert (Journal(path, KEY).kept, Journal(path, KEY).run) == (KEPT, journal.run)
 
 
-def test_what_was_written_for_another_run_is_not_believed(tmp_path: Path) -> None:
+def test_what_was_written_for_another_run_or_is_no_journal_is_not_believed(tmp_path: Path) -> None:
     path = tmp_path / "state"
     Journal(path, KEY).write(KEPT, HOLDERS)
     assert Journal(path, b"another key of a run").kept is None
-
-
-def test_bytes_that_are_no_journal_are_not_believed(tmp_path: Path) -> None:
-    path = tmp_path / "state"
     path.write_bytes(os.urandom(5000))
     assert Journal(path, KEY).kept is None
 

@@ -71,11 +71,6 @@ def test_a_run_is_seen_from_its_start_to_its_end(plane: ControlPlane) -> None:
     assert plane.coordinator.view().status.outcome == "Finished", "the last view stays"
 
 
-def test_awaited_and_lost_workers_are_not_shown_as_connected() -> None:
-    positions = [{"state": "starting", "pid": 7}, {"state": "starting", "pid": None}, {"state": "lost", "pid": 8}]
-    assert status_command._workers({"phase": "starting", "positions": positions}) == "1 of 3 workers connected"
-
-
 def test_a_lost_worker_its_cause_and_the_plan_without_it_are_seen_and_shown(
     plane: ControlPlane, runtime: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -214,26 +214,6 @@ def test_many_jobs_begun_by_many_threads_all_end(planner):
 # ---------------------------------------------------------------------- the end of a run
 
 
-class Slow(planning.HeuristicPlanner):
-    """A planner that needs a minute for each plan: it looks for a good one again and again."""
-
-    began = threading.Event()
-
-    def plan(self, problem: planning.Problem) -> planning.Schedule:
-        self.began.set()
-        for _ in range(100_000):
-            found = planning.plan(problem)
-        return found
-
-
-def test_a_run_that_is_over_leaves_no_thread():
-    planner = PlanProvider(planning.Grid(2, 2, 2), PlanningOptions(planner=Slow()))
-    planner.plan_ahead(frozenset(), {})
-    assert Slow.began.wait(60)
-    planner.close()
-    assert not threads()
-
-
 def plan_again_and_again(problem: planning.Problem, planner: str) -> None:
     while True:
         planning.plan(problem, planner)

@@ -27,15 +27,6 @@ def test_each_rank_is_one_member_of_one_position(pipelines, stages, members):
     assert all(positions.column(rank) == rank % (stages * members) for rank in range(len(places)))
 
 
-def test_with_one_member_a_position_is_a_worker_of_the_grid():
-    grid = Grid(3, 2, 1)
-    positions = Positions(grid)
-    for rank, worker in enumerate(grid.workers()):
-        assert (positions.position(rank), positions.column(rank)) == (worker, worker.stage)
-        assert (positions.name(rank), positions.siblings(rank)) == (str(worker), frozenset())
-    assert Positions(grid, 2).name(7) == "(1, 1, 1)"
-
-
 # ---------------------------------------------------------------------- the state machine
 
 

@@ -67,13 +67,6 @@ def obey(status: WorkerStatus, decision: Decision) -> WorkerStatus:
     return WorkerStatus(status.column, version, reduced)
 
 
-def mixtures(statuses: dict[int, WorkerStatus], first: Decision) -> Iterator[dict[int, WorkerStatus]]:
-    """What survivors hold of whom each has obeyed ``first`` or not."""
-    for obeyed in itertools.product((False, True), repeat=len(statuses)):
-        pairs = zip(statuses.items(), obeyed, strict=True)
-        yield {rank: obey(status, first) if done else status for (rank, status), done in pairs}
-
-
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_the_slowest_stage_decides_the_version_and_donors_hold_the_gradient_that_they_give(grid: Grid) -> None:
     adoptions = 0
@@ -100,17 +93,6 @@ def test_survivors_that_obey_can_run_the_step_and_nothing_reduced_is_dropped(gri
             assert after.version >= status.version
 
 
-@pytest.mark.parametrize("grid", [grid for grid in GRIDS if grid.num_workers <= 4], ids=str)
-def test_an_interrupted_recovery_leaves_statuses_from_which_another_one_is_possible(grid: Grid) -> None:
-    """Whoever survives the second failure has obeyed or not; every mixture has a decision of at least this version."""
-    for statuses in reachable_statuses(grid):
-        first = decide(statuses)
-        for mixed in mixtures(statuses, first):
-            second = decide(mixed)
-            assert second.version == first.version, (statuses, mixed)
-            assert second.ahead == first.ahead
-
-
 def without_its_loss(grid: Grid) -> Iterator[dict[int, WorkerStatus]]:
     """Every report of survivors in a step whose loss is not known: nobody can have applied it."""
     return (held for held in reachable_statuses(grid) if all(status.version == T for status in held.values()))
@@ -131,16 +113,6 @@ def test_a_step_without_its_loss_is_not_committed_and_nothing_reduced_is_dropped
         for adoption in decision.adoptions:
             assert holds(statuses[adoption.donor], adoption.step), (adoption, statuses)
     assert all_ahead > 0
-
-
-@pytest.mark.parametrize("grid", [grid for grid in GRIDS if grid.num_workers <= 4], ids=str)
-def test_once_the_loss_is_known_an_interrupted_recovery_goes_on_to_the_commit(grid: Grid) -> None:
-    """The loss comes while some have obeyed the first decision and others have not."""
-    for statuses in without_its_loss(grid):
-        first = decide(statuses, known_losses=T)
-        for mixed in mixtures(statuses, first):
-            assert decide(mixed, known_losses=T).version == T, (statuses, mixed)
-            assert decide(mixed, known_losses=T + 1) == decide(mixed), (statuses, mixed)
 
 
 @pytest.mark.parametrize(

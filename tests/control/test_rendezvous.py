@@ -19,13 +19,6 @@ def test_a_question_is_answered_once_by_one_message_with_all_that_it_asks_for():
     assert rendezvous.look_up(LookUp(1, 3, ("b",))) == [(1, Found(3, {"b": b"3"}))], "the newest value, at once"
 
 
-def test_a_key_answers_everybody_who_waits_for_it():
-    rendezvous = begun()
-    for rank in (0, 1):
-        assert rendezvous.look_up(LookUp(rank, 3, ("a",))) == []
-    assert [rank for rank, _ in rendezvous.publish(Publish(2, 3, "a", b""))] == [0, 1]
-
-
 def test_a_new_generation_forgets_the_one_before():
     rendezvous = begun()
     rendezvous.publish(Publish(0, 3, "a", b"1"))
