@@ -1,14 +1,13 @@
 """When faults are due: at points of the work, and at times."""
 
 import itertools
-import pickle
 import statistics
 from typing import Any
 
 import pytest
 
 from lightning_recycle.callbacks import Fault
-from lightning_recycle.callbacks.faults import KINDS, POINTS, Agenda, TimedFault, random_faults, trace_faults
+from lightning_recycle.callbacks.faults import POINTS, Agenda, TimedFault, random_faults, trace_faults
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import Microbatch, Op, OpKind
 from lightning_recycle.traces import available_traces, load_trace
@@ -59,15 +58,6 @@ def test_a_point_without_a_step_is_its_first_time_and_with_one_that_step(point: 
     others = [other for other in POINTS if other != point]
     assert not any(anytime.matches_point(other, 3) or third.matches_point(other, 3) for other in others)
     assert not any(third.matches(3, op(kind)) for kind in OpKind)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_can_be_written_compared_and_sent(kind: str) -> None:
-    extra: dict[str, Any] = {"factor": 2.5, "steps": 3} if kind == "slow" else {}
-    extra |= {"target": "parameter", "bit": 3} if kind == "bitflip" else {}
-    fault = Fault(kind, 0, 1, 2, when="after", **extra)
-    assert pickle.loads(pickle.dumps(fault)) == fault
-    assert eval(repr(fault)) == fault
 
 
 def test_a_fault_is_shown_without_its_defaults() -> None:

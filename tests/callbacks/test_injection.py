@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightning_recycle.callbacks import Fault, FaultInjectionCallback, faults, injection
+from lightning_recycle.callbacks import Fault, FaultInjectionCallback, injection
 from lightning_recycle.control.protocol.messages import FaultInjected
 from lightning_recycle.errors import ConfigurationError, InjectedFaultError
 from lightning_recycle.planning.grid import Grid, Microbatch, Op, OpKind, Positions, Worker
@@ -158,26 +157,6 @@ def test_faults_stay_with_the_process_when_it_moves_to_another_position() -> Non
     assert len(process.announced) == 1
 
 
-@pytest.mark.parametrize("point", ["recovery", "checkpoint", "validation", "end"])
-def test_points_strike_the_first_time_or_in_their_step(point: str) -> None:
-    process = worker(Fault("exception", 0, 1, at=point), Fault("exception", 0, 1, 2, point))
-    with pytest.raises(InjectedFaultError):
-        process.strategy.reach(point, 0)
-    process.strategy.reach(point, 1)
-    with pytest.raises(InjectedFaultError):
-        process.strategy.reach(point, 2)
-    process.strategy.reach(point, 2)
-    assert process.announced == [("exception", point)] * 2
-
-
-def test_setup_strikes_before_lightning_calls_the_start_of_fit() -> None:
-    callback = FaultInjectionCallback([Fault("exception", 0, 1, at="setup")])
-    process = FakeWorker(callback, Worker(0, 1))
-    with pytest.raises(InjectedFaultError):
-        process.strategy.reach("setup")
-    assert process.announced == [("exception", "setup")]
-
-
 def test_several_faults_at_one_point_all_strike(sleeps: list[float]) -> None:
     slow = Fault("slow", 0, 1, 0, factor=2.0, steps=1)
     process = worker(slow, slow, Fault("exception", 0, 1, 0, at="reduce"))
@@ -206,30 +185,6 @@ def test_slow_after_an_operation_spares_that_operation(sleeps: list[float]) -> N
     process = worker(Fault("slow", 0, 1, 0, at="reduce", when="after", factor=2.0, steps=1))
     process.executor.run(1, seconds=0.5)
     assert sleeps == [0.5]
-
-
-def test_preempt_sends_sigterm_and_the_step_goes_on() -> None:
-    received: list[int] = []
-    handler = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
-    try:
-        process = worker(Fault("preempt", 0, 1, 1))
-        process.executor.run(3)
-    finally:
-        signal.signal(signal.SIGTERM, handler)
-    assert received == [signal.SIGTERM]
-    assert process.executor.version == 3
-
-
-EFFECTS = tuple(kind for kind in faults.KINDS if kind not in ("exception", "slow", "bitflip"))  # those do not fail it
-
-
-@pytest.mark.parametrize("kind", EFFECTS)
-def test_each_kind_fails_in_its_own_way(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    called: list[str] = []
-    for name in EFFECTS:
-        monkeypatch.setitem(faults.EFFECTS, name, lambda name=name: called.append(name))
-    worker(Fault(kind, 0, 1, 0)).executor.run()
-    assert called == [kind]
 
 
 def test_a_fault_that_never_happened_is_reported_at_the_end(caplog: pytest.LogCaptureFixture) -> None:

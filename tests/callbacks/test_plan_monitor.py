@@ -4,12 +4,6 @@ import pytest
 
 from lightning_recycle import ConfigurationError
 from lightning_recycle.callbacks import PlanMonitor
-from lightning_recycle.control.plans.drift import DriftOptions
-
-
-def test_its_options_are_the_coordinators():
-    assert PlanMonitor().options == DriftOptions(0.05, 20, 1000)
-    assert PlanMonitor(threshold=0.1, window=5, horizon_steps=50).options == DriftOptions(0.1, 5, 50)
 
 
 @pytest.mark.parametrize(("options", "says"), [

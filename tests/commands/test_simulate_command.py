@@ -160,12 +160,6 @@ def test_one_schedule_for_all_policies(tmp_path):
     assert all(fast["ratio"] > slow["ratio"] for fast, slow in zip(found[::2], found[1::2], strict=True))
 
 
-def test_a_trace_is_replayed_to_its_end(tmp_path):
-    arguments = ["model=gpt3_medium", "policy=oobleck", "failures=trace", "failures.trace=aws-p3"]
-    simulate(tmp_path, *arguments, "failures.start=10min", "output=here")
-    assert result_in(tmp_path / "here")["duration"] == pytest.approx(11.4 * 3600 - 600, rel=0.01)
-
-
 def test_jobs_return_a_number_that_a_sweeper_can_optimize(tmp_path):
     code = (
         "import sys; from lightning_recycle.commands import simulate as s; f = s.simulate_and_show\n"
@@ -229,13 +223,6 @@ BAD = [
 def test_bad_input_ends_with_one_line_and_exit_code_2(tmp_path):
     check_refused("recycle-simulate", tmp_path, BAD, "output=here")
     assert not (tmp_path / "here" / "result.json").exists()
-
-
-def test_a_sweep_with_an_impossible_job_runs_none(tmp_path):
-    arguments = ["-m", *SMALL, "policy=restart", "failures.mtbf=2h,often"]
-    ((code, out, err),) = run_all("recycle-simulate", tmp_path, arguments)
-    message = "failures.mtbf=often: give a duration above 0, e.g. 90, 30min or 6h."
-    assert (code, out, err) == (2, "", f"recycle-simulate: {message}\n")
 
 
 @pytest.mark.parametrize("sweep", [[], ["-m", "seeds=1,2"]])

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from lightning_recycle import ConfigurationError, LayerSpec, PipelineModule
 from lightning_recycle.model.layers import even_parts, merge_groups, ties_between_stages
-from lightning_recycle.runtime.stage import Stage
 
 VOCABULARY, WIDTH = 11, 6
 FIRST, LAST = "layers.0.weight", "layers.3.logits.weight"
@@ -59,19 +58,6 @@ class Model(PipelineModule):
         return nn.functional.cross_entropy(output, target)
 
 
-class SharedObject(Model):
-    """Tied by being one object; nothing is declared."""
-
-    def __init__(self) -> None:
-        super().__init__(groups=())
-
-    def configure_pipeline(self) -> list[Any]:
-        torch.manual_seed(5)
-        embedding, head = nn.Embedding(VOCABULARY, WIDTH), Head()
-        head.logits.weight = embedding.weight
-        return [embedding, nn.Linear(WIDTH, WIDTH), nn.Tanh(), head]
-
-
 def built(kinds: str = "ssss", seed: int = 3) -> Model:
     model = Model(kinds)
     model.materialize(seed=seed)
@@ -93,15 +79,6 @@ KINDS = ["".join(kinds) for kinds in itertools.product("cs", "s", "s", "cs")]
 
 
 # ---------------------------------------------------------------------- one process
-
-
-@pytest.mark.parametrize("kinds", KINDS)
-def test_on_one_device_the_names_are_one_parameter(kinds):
-    model = built(kinds)
-    assert model.layers[0].weight is model.layers[3].logits.weight
-    assert [name for name, _ in model.named_parameters()] == [FIRST, "layers.1.weight", "layers.1.bias"]
-    assert {FIRST, LAST} <= set(model.state_dict())
-    assert model.tied_groups() == ((FIRST, LAST),)
 
 
 def test_the_first_recipe_decides_on_the_initial_values():
@@ -189,49 +166,12 @@ def test_a_stage_that_is_built_late_has_the_precision_asked_for_meanwhile():
         assert torch.equal(model.layers[3].logits.weight, built(kinds).double().layers[3].logits.weight)
 
 
-@pytest.mark.parametrize("split_backward", [False, True], ids=["fused", "split"])
-@pytest.mark.parametrize("make", [Model, SharedObject])
-def test_the_copies_gradients_add_up_to_that_of_one_device(make, split_backward):
-    """What the run time does with :class:`Tie`, by hand."""
-    whole = make()
-    whole.materialize(seed=3)
-    whole.double()
-    tokens, target = torch.arange(4), torch.arange(4) + 1
-    whole.loss(whole(tokens), target).backward()
-
-    parts = even_parts(4, 2)
-    workers = [worker.double() for worker in stages(make(), 2)]
-    cpu = torch.device("cpu")
-    first, last = (
-        Stage([w.layers[i] for i in part], part.start, 0, cpu, loss=w.loss if part.stop == 4 else None)
-        for w, part in zip(workers, parts, strict=True)
-    )
-    output = last.forward(
-        0, 0, first.forward(0, 0, tokens, split_backward=split_backward), split_backward=split_backward
-    )
-    last.loss(0, 0, output, target, 1)
-    if split_backward:
-        first.backward_input(0, last.backward_input(0, None))
-        last.backward_weight(0)
-        first.backward_weight(0)
-    else:
-        first.backward(0, last.backward(0, None))
-
-    (tie,) = ties_between_stages(workers[0].tied_groups(), parts)
-    assert (tie.names, tie.copies, tie.owner, tie.stages) == ((FIRST, LAST), ((0, FIRST), (1, LAST)), 0, (0, 1))
-    total = sum(workers[stage].get_parameter(name).grad for stage, name in tie.copies)
-    torch.testing.assert_close(total, whole.layers[0].weight.grad, rtol=1e-12, atol=1e-15)
-    for name in ("layers.1.weight", "layers.1.bias"):
-        torch.testing.assert_close(
-            workers[0].get_parameter(name).grad, whole.get_parameter(name).grad, rtol=1e-12, atol=1e-15
-        )
-
-
 def test_only_ties_that_cross_a_stage_concern_the_run_time():
     groups = (("layers.0.a", "layers.1.b"), ("layers.1.c", "layers.2.c", "layers.5.d", "layers.5.e"))
     parts = (range(2), range(2, 4), range(4, 6))
     (tie,) = ties_between_stages(groups, parts)
     assert tie.copies == ((0, "layers.1.c"), (1, "layers.2.c"), (2, "layers.5.d"))
+    assert (tie.names, tie.owner, tie.stages) == (groups[1], 0, (0, 1, 2))
     assert ties_between_stages(groups, (range(6),)) == ()
 
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
-from torchmetrics import MeanMetric
 
 from lightning_recycle.session import lightning_internals
 
@@ -14,23 +13,8 @@ def spared(monkeypatch) -> None:
     lightning_internals.skip_needless_moves()
 
 
-def test_values_are_logged_as_before():
-    results = _ResultCollection(training=True)
-    for value in (1.0, 3.0):
-        results.log("training_step", "loss", torch.tensor(value), on_step=True, on_epoch=True, batch_size=1)
-    assert results.metrics(on_step=False)["callback"]["loss"] == 2.0
-
-
 def test_a_value_from_another_device_still_moves_its_metric():
     results = _ResultCollection(training=True)
     results.log("training_step", "loss", torch.tensor(1.0), on_step=True, batch_size=1)
     results["training_step.loss"].to(torch.device("meta"))
     assert results["training_step.loss"].value.device.type == "meta"
-
-
-def test_a_torchmetrics_object_is_logged_as_before():
-    results = _ResultCollection(training=False)
-    metric = MeanMetric()
-    metric.update(torch.tensor(3.0))
-    results.log("validation_step", "mean", metric, on_epoch=True, metric_attribute="mean")
-    assert results.metrics(on_step=False)["callback"]["mean"] == 3.0

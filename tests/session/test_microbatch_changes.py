@@ -160,20 +160,6 @@ def test_an_item_that_cannot_be_pickled_stays_and_is_told(recwarn):
     assert any("self.outputs" in str(warning.message) for warning in recwarn)
 
 
-def test_numbers_of_a_step_that_runs_again_count_once():
-    module = Collecting()
-    effects = MicrobatchChanges(module)
-    effects.begin_step()
-    for _ in range(2):
-        with effects.noticed():
-            module.seen += 3
-        effects.run_again()
-    with effects.noticed():
-        module.seen += 4
-    effects.repeat({0: []}, on_step=False)
-    assert module.seen == 4
-
-
 def keeps(m: Any, i: int) -> None:
     m.hidden = torch.full((1,), float(i)) if m.hidden is None else m.hidden + i
 
