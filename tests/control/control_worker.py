@@ -2,17 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from lightning_recycle.control.client import ControlClient, Interrupted
 from lightning_recycle.control.protocol.messages import Applied, Losses, Milestone, Reached, Resume, WorkerStatus
-
-
-@dataclass(frozen=True)
-class Payload:
-    """What a stage brings to a commit."""
-
-    rank: int
 
 
 class Member:
@@ -42,7 +33,7 @@ class Member:
     def regroup(self) -> None:
         while True:
             self.client.enter_generation()
-            payload = Payload(self.client.rank) if self.reduced else None
+            payload = self.client.rank if self.reduced else None
             status = WorkerStatus(self.stage, self.version, self.reduced)
             try:
                 resume = self.client.report_and_wait(status, payload)
@@ -65,7 +56,7 @@ class Member:
                 if self.stage == self.last_stage:  # the last one: losses come before gradients
                     self.client.send(Losses(self.client.rank, self.version, {0: 0.5, 1: 0.5}))
                 self.reduced = True
-                self.client.commit(self.version, Payload(self.client.rank))
+                self.client.commit(self.version, self.client.rank)
                 self.apply()
             except Interrupted:
                 self.regroup()

@@ -368,10 +368,7 @@ def test_a_worker_that_makes_it_of_finite_values_is_judged_by_its_peers():
     state, _ = feed(inspecting(), own(inspecting()))
     state, resume, _ = resumed(state)
     assert resume.vote == m.Vote(2, (0, 2, 4))
-    votes = {0: YES, 2: NO, 4: YES}
-    state, commands = feed(
-        state, *(m.Voted(r, state.generation.number, one, device=f"cuda:{r}") for r, one in votes.items())
-    )
+    state, commands = feed(state, *voted(state, {0: YES, 2: NO, 4: YES}))
     assert [command.rank for command in commands if isinstance(command, s.Evict)] == [2]
     (record,) = records(commands, "corruption")
     assert "made a value that is not finite of finite ones in the output" in record.details["cause"]

@@ -129,12 +129,6 @@ def test_who_rejoins_says_how_long_the_others_waited(recorder):
     assert "redone" not in recorder.kinds()
 
 
-def test_the_counters_begin_at_zero(recorder):
-    names = ("failures", "recovery_seconds", "redone_steps", "rejoined_workers", "corruptions", "replans")
-    names += ("checkpoint_stall_seconds",)
-    assert recorder.history.counters == dict.fromkeys(names, 0.0)
-
-
 @pytest.mark.parametrize(
     ("kind", "level"), [("step", logging.DEBUG), ("failure", logging.INFO), ("left", logging.INFO)]
 )

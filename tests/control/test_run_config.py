@@ -74,18 +74,6 @@ def test_too_few_workers_of_recycle_run_are_refused_where_no_others_can_join(opt
     assert bool(caplog.messages) == (bool(remedy) and not refused)
 
 
-def test_a_worker_on_another_kind_of_device_is_refused_by_name():
-    terms = settle({}, replace(WANTS, device="cuda"))
-    assert difference({}, terms, replace(WANTS, device="cuda")) is None
-    unfit = difference({}, terms, replace(WANTS, device="cpu"))
-    assert unfit.why.startswith("This worker computes on 'cpu', the run on 'cuda'")
-
-
-@pytest.mark.parametrize("wants", [None, WANTS, replace(WANTS, device="cpu")])
-def test_where_nobody_says_on_what_the_run_computes_any_worker_fits(wants):
-    assert difference({}, settle({}, WANTS), wants) is None
-
-
 def test_the_command_line_counts_and_a_contradiction_is_said():
     given: Settings = {"heartbeat.timeout": 7.0, "planning.staggered": False, "planning.planner": "heuristic"}
     terms = settle(given, wanting(heartbeat__timeout=2.0))
@@ -117,33 +105,34 @@ def test_what_cannot_be_is_an_error_that_says_why(given, wants, words):
         settle(given, wants)
 
 
-def test_a_script_that_leaves_the_micro_batches_open_takes_those_of_the_run():
-    terms = settle({}, WANTS)
-    open_ones = replace(WANTS, grid=Grid(2, 2, 4), microbatches_given=False)
-    assert difference({}, terms, open_ones) is None
-    assert difference({}, terms, replace(open_ones, microbatches_given=True)) is not None
+CUDA, CPU = (replace(WANTS, device=device) for device in ("cuda", "cpu"))
+OPEN = replace(WANTS, grid=Grid(2, 2, 4), microbatches_given=False)
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_a_worker_that_wants_something_else_is_told_what(name):
-    terms = settle({}, WANTS)
-    unfit = difference({}, terms, replace(WANTS, settings={name: OTHERS[name]}))
-    assert not unfit.late
-    assert f"{OTHERS[name]!r} in this script" in unfit.why
+@pytest.mark.parametrize(("given", "first", "other", "why"), [
+    ({}, WANTS, WANTS, None),
+    ({}, WANTS, None, None),
+    ({}, CUDA, CUDA, None),
+    ({}, CUDA, CPU, "This worker computes on 'cpu', the run on 'cuda'"),
+    ({}, WANTS, CPU, None),  # nobody says on what the run computes
+    ({}, WANTS, OPEN, None),  # it takes the micro-batches of the run
+    ({}, WANTS, replace(OPEN, microbatches_given=True), "start all workers with the same script"),
+    ({}, WANTS, replace(WANTS, grid=Grid(4, 1, 6)), "start all workers with the same script"),
+    ({"heartbeat.timeout": 7.0}, WANTS, wanting(heartbeat__timeout=2.0), None),
+    *(({}, WANTS, replace(WANTS, settings={name: value}), f"{value!r} in this script")
+      for name, value in OTHERS.items()),
+])  # fmt: skip
+def test_a_worker_that_wants_something_else_than_the_run_is_told_what(given, first, other, why):
+    unfit = difference(given, settle(given, first), other)
+    if why is None:
+        assert unfit is None
+    else:
+        assert why in unfit.why
+        assert not unfit.late
 
 
-def test_a_worker_that_wants_another_grid_or_is_elsewhere_in_its_script_does_not_fit():
-    terms = settle({}, WANTS)
-    assert difference({}, terms, WANTS) is None
-    assert difference({}, terms, None) is None
-    unfit = difference({}, terms, replace(WANTS, grid=Grid(4, 1, 6)))
-    assert "start all workers with the same script" in unfit.why
-    assert difference({}, terms, replace(WANTS, entry="validate")).late
-
-
-def test_what_the_command_line_says_need_not_be_wanted():
-    given: Settings = {"heartbeat.timeout": 7.0}
-    assert difference(given, settle(given, WANTS), wanting(heartbeat__timeout=2.0)) is None
+def test_a_worker_that_is_elsewhere_in_its_script_is_late():
+    assert difference({}, settle({}, WANTS), replace(WANTS, entry="validate")).late
 
 
 # ---------------------------------------------------------------------- the command

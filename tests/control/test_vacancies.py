@@ -2,7 +2,6 @@
 
 import threading
 from collections import Counter
-from collections.abc import Callable
 
 import pytest
 from support.waiting import wait_for
@@ -29,24 +28,25 @@ class Process:
 
 
 class Starter:
-    """Starts processes, or fails to; remembers what it was asked."""
+    """Starts processes, or fails to; remembers them."""
 
     def __init__(self, error: Exception | None = None) -> None:
-        self.asked: list[tuple[int, int]] = []
+        self.processes: list[Process] = []
         self.error = error
         self.may_go_on = threading.Event()
         self.may_go_on.set()
 
     def __call__(self, rank: int, incarnation: int) -> Process:
         assert self.may_go_on.wait(10.0)
-        self.asked.append((rank, incarnation))
         if self.error is not None:
             raise self.error
-        return Process()
+        self.processes.append(Process())
+        return self.processes[-1]
 
 
-def vacancies(start: Starter | None, max_restarts: int = 10, wake: Callable[[], None] = lambda: None) -> Vacancies:
-    return Vacancies(CoordinatorOptions(recovery=RecoveryOptions(max_restarts=max_restarts)), start, wake, ONE)
+def vacancies(start: Starter | None, max_restarts: int = 10) -> Vacancies:
+    options = CoordinatorOptions(recovery=RecoveryOptions(max_restarts=max_restarts))
+    return Vacancies(options, start, lambda: None, ONE)
 
 
 def taken(found: Vacancies, number: int = 1) -> list[tuple[int, object]]:
@@ -121,20 +121,14 @@ def test_the_user_is_told_when_the_restarts_are_used_up(caplog):
 
 
 def test_closing_ends_what_was_started_and_never_taken():
-    processes: list[Process] = []
     start = Starter()
-
-    def remember(rank: int, incarnation: int) -> Process:
-        processes.append(start(rank, incarnation))
-        return processes[-1]
-
     start.may_go_on.clear()
-    found = Vacancies(CoordinatorOptions(recovery=RecoveryOptions(max_restarts=10)), remember, lambda: None, ONE)
+    found = vacancies(start)
     found.start(0)
     found.start(1)
     threading.Timer(0.05, start.may_go_on.set).start()  # one that is still starting is waited for
     found.close()
-    assert [process.killed for process in processes] == [True, True]
+    assert [process.killed for process in start.processes] == [True, True]
 
 
 def test_the_members_of_a_position_are_on_one_node_if_spares_allow_it():

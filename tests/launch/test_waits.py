@@ -25,8 +25,7 @@ BOUNDED = "time alone", ""
 
 ADDRESSEES: dict[str, tuple[str, str]] = {
     # what waits: whom it waits for, and a test in which that one dies or never answers
-    "control/client.py begin_step": ("all, to stop", "test_a_replacement_joins_at_a_step_boundary_and_nothing"
-                                     "_is_redone"),
+    "control/client.py begin_step": ("all, to stop", "test_the_survivors_train_while_the_replacement_starts"),
     "control/client.py wait_to_enter": COORDINATOR,
     "control/client.py _await_confirmation": COORDINATOR,
     "control/client.py await_assignment": COORDINATOR,
@@ -35,14 +34,13 @@ ADDRESSEES: dict[str, tuple[str, str]] = {
     "control/client.py await_verdict": COORDINATOR,
     "control/client.py report_and_wait": ("all live workers", "test_a_worker_that_does_not_stop_for_a_regroup_is"
                                           "_evicted"),
-    "control/client.py await_committed": ("all live workers", "test_a_loss_interrupts_a_commit_and_the_others_apply_the"
-                                          "_step"),
+    "control/client.py await_committed": ("live workers", "test_a_fault_is_survived_named_and_leaves_exact_weights"),
     "control/client.py await_loss": ("those that compute", "test_a_fault_is_survived_named_and_leaves_exact_weights"),
     "control/client.py lookup": ("a publisher", "test_waiting_for_what_nobody_publishes_is_interrupted_by_a_loss"),
-    "control/client.py _hiding_failures": ("all live workers", "test_arrive_survives_a_loss_in_the_middle"),
+    "control/client.py _hiding_failures": ("all live workers", "test_a_worker_may_fail_outside_of_steps"),
     "control/client.py enter_hook": ("its siblings", "test_a_kill_at_a_collective_of_a_hook"),
     "control/client.py wait": ("its siblings", "test_a_kill_at_a_collective_of_a_hook"),
-    "control/client.py _await_answer": ("all live workers", "test_arrive_survives_a_loss_in_the_middle"),
+    "control/client.py _await_answer": ("all live workers", "test_a_worker_may_fail_outside_of_steps"),
     "control/client.py receive_parcel": ("a holder", "test_who_waits_for_a_lost_worker_or_for_nothing_is_told"),
     "control/client.py await_background_work": ("its own thread, or the end of the run",
                                                 "test_files_are_those_that_callbacks_remember_whenever_a_writer_dies"),
