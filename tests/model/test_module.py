@@ -1,7 +1,5 @@
 """The user's model: layers by index, built on first access, the same weights everywhere."""
 
-import copy
-import pickle
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -86,33 +84,6 @@ def test_layers_are_built_once_whichever_door_is_used(door):
     assert "layers" in dict(nn.Module.named_children(module))
     list(module.parameters()), module.state_dict(), module.layers
     assert module.calls == 1
-
-
-def test_every_door_leads_to_the_layers():
-    assert [name for name, _ in Small().named_parameters()] == NAMES
-    assert list(Small().state_dict()) == NAMES
-    assert [type(m) for m in Small().children()] == [nn.ModuleList]
-    assert nn.Tanh in [type(m) for m in Small().modules()]
-    assert {p.dtype for p in Small().double().parameters()} == {torch.float64}
-    assert not any(p.requires_grad for p in Small().requires_grad_(False).parameters())
-    assert not any(m.training for m in Small().eval().modules())
-
-
-@pytest.mark.parametrize("kind", [Small, Specified])
-def test_a_loaded_state_dict_is_what_the_layers_hold(kind):
-    source = Small()
-    module = kind()
-    assert module.load_state_dict(source.state_dict()).missing_keys == []
-    module.configure_model()
-    assert all(torch.equal(value, source.state_dict()[name]) for name, value in module.state_dict().items())
-
-
-def test_copies_and_pickles_hold_the_same_layers():
-    for module in (Small(), Specified()):
-        module.configure_model()
-        for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-            assert all(torch.equal(v, module.state_dict()[k]) for k, v in other.state_dict().items())
-    assert len(pickle.loads(pickle.dumps(Specified())).layers) == 3
 
 
 def test_a_layer_that_returns_a_tuple_passes_its_items_on_as_arguments():

@@ -297,18 +297,6 @@ def ping_pong(communicator: Communicator, sizes: Sequence[int]) -> list[Any]:
     return found
 
 
-def both_channels(communicator: Communicator) -> tuple[Any, Any]:
-    """Rank 0 sends two values under one tag, one on each channel; rank 1 returns what it got on either."""
-    if communicator.rank == 0:
-        for number, channel in enumerate(Channel):
-            communicator.send(channel, torch.full((3,), float(number), device=communicator.device), 1, 7)
-        communicator.end_step()
-        return None, None
-    posted = [communicator.post_receive(channel, 0, 7) for channel in Channel]
-    second, first = communicator.receive(posted[1]), communicator.receive(posted[0])
-    return _copy(first), _copy(second)
-
-
 def all_reduce(communicator: Communicator, size: int, dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(communicator.rank)
     tensor = torch.randn(size, generator=generator).mul(1e3 ** (communicator.rank - 1)).to(dtype)

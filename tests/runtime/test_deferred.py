@@ -1,7 +1,5 @@
 """A split backward gives the gradients of the fused one, bit by bit, whatever the module."""
 
-import gc
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -397,20 +395,6 @@ def test_a_product_that_is_no_layer_is_left_alone():
     out = torch.empty(4, 4)
     with intercept_linear(), torch.no_grad():
         assert torch.addmm(a, b, c, out=out) is out
-
-
-def test_activations_are_held_until_flush_and_released_by_it():
-    module = nn.Linear(WIDTH, WIDTH)
-    x, grad = torch.randn(3, WIDTH), torch.randn(3, WIDTH)
-    input_is, grad_is = weakref.ref(x), weakref.ref(grad)
-    queue = split(module, x, grad)
-    del x, grad
-    gc.collect()
-    assert input_is() is not None
-    queue.flush()
-    gc.collect()
-    assert input_is() is None
-    assert grad_is() is None
 
 
 def test_a_layer_may_transform_its_function():

@@ -19,13 +19,13 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
 
 
-def apply(gradients: GradientBuffers, step: int, share: AccumulationPart | None = None) -> None:
+def apply(gradients: GradientBuffers, step: int) -> None:
     """As a worker that is alone, up to the optimizer, without zeroing."""
     gradients.check(step)
     for bucket in gradients.buckets(step):
         bucket.count()
     gradients.give_back()
-    gradients.add(step, share or AccumulationPart())
+    gradients.add(step, AccumulationPart())
 
 
 def test_backward_accumulates_into_the_buffer():

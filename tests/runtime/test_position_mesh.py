@@ -153,29 +153,22 @@ def test_a_member_builds_alone_what_all_build_together():
             assert part == expected.detach().contiguous().numpy().tobytes()
 
 
-def gather_alone(position: Position, mesh: PositionMesh) -> str:
-    weight = next(p for p in sharded(mesh).parameters() if isinstance(p, DTensor) and p.placements[0].is_shard())
-    with mesh.building_alone(), pytest.raises(UnsupportedFeatureError) as raised:
-        weight.full_tensor()
-    return str(raised.value)
-
-
-def test_what_needs_the_other_members_is_refused_while_a_member_builds_alone():
-    for message in Position((1, 2)).run(gather_alone):
-        assert "configure_model() runs the collective" in message
-        assert "on_fit_start" in message
-
-
-def unconnected(position: Position, mesh: PositionMesh) -> str:
+def refused(position: Position, mesh: PositionMesh) -> tuple[str, str]:
+    """What is said of a collective while a member builds alone, and afterwards without a generation."""
     model = sharded(mesh)
-    with pytest.raises(CommunicationError) as raised:
+    weight = next(p for p in model.parameters() if isinstance(p, DTensor) and p.placements[0].is_shard())
+    with mesh.building_alone(), pytest.raises(UnsupportedFeatureError) as alone:
+        weight.full_tensor()
+    with pytest.raises(CommunicationError) as unconnected:
         model(batch())
-    return str(raised.value)
+    return str(alone.value), str(unconnected.value)
 
 
-def test_a_collective_without_a_generation_is_a_communication_error():
-    for message in Position((1, 2)).run(unconnected):
-        assert "not connected" in message
+def test_what_needs_the_other_members_is_refused_before_there_is_a_generation():
+    for alone, unconnected in Position((1, 2)).run(refused):
+        assert "configure_model() runs the collective" in alone
+        assert "on_fit_start" in alone
+        assert "not connected" in unconnected
 
 
 SCATTERED: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {

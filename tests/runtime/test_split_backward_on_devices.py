@@ -1,6 +1,6 @@
 """The split backward has the bits of the fused one on a device too; on the processor these tests run everywhere."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -67,30 +67,26 @@ def gradients(
 
 
 @pytest.fixture
-def tf32() -> Iterator[None]:
+def matmul_precision() -> Iterator[Callable[[str], None]]:
+    """Sets it for a test: "high" is TF32."""
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    yield
+    yield torch.set_float32_matmul_precision
     torch.set_float32_matmul_precision(before)
 
 
-@pytest.mark.parametrize("precision", [None, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("precision", "matmul"),
+    [(None, "highest"), (None, "high"), (torch.bfloat16, "highest"), (torch.float16, "highest")],
+)
 @pytest.mark.parametrize("device", DEVICES)
-def test_split_and_fused_have_the_same_bits(device, precision):
+def test_split_and_fused_have_the_same_bits(device, precision, matmul, matmul_precision):
+    matmul_precision(matmul)
     with sdpa_kernel(SDPBackend.MATH):  # the other kernels add in whatever order their blocks end
         for dtype in (torch.float32, torch.float64) if precision is None else (torch.float32,):
             expected, _ = gradients(device, dtype, precision, split_backward=False)
             actual, waited = gradients(device, dtype, precision, split_backward=True)
             assert_same_bits(actual, expected)
             assert {"packed.weight", "output.weight", "up.weight", "down.weight"} <= waited
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_they_have_the_same_bits_with_tf32(device, tf32):
-    with sdpa_kernel(SDPBackend.MATH):
-        expected, _ = gradients(device, torch.float32, None, split_backward=False)
-        actual, _ = gradients(device, torch.float32, None, split_backward=True)
-    assert_same_bits(actual, expected)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -32,7 +32,7 @@ import uuid
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -48,35 +48,6 @@ _ALL = -2  # the receiver of what goes to all members
 
 class HangError(Exception):
     """A call that never returns."""
-
-
-class Wire(Protocol):
-    """What two members of a communicator exchange messages over, in order."""
-
-    def put(self, message: Message) -> None: ...
-
-    def get(self) -> Message | None: ...
-
-    def flush(self) -> bool:
-        """Whether everything has left."""
-
-
-class Meeting(Protocol):
-    """One member on its way into a communicator."""
-
-    def wires(self) -> dict[int, Wire] | None:
-        """Those to the others; None as long as they are missing."""
-
-    def close(self) -> None:
-        """Ends them."""
-
-
-class Network(Protocol):
-    """Where members of a communicator find each other."""
-
-    def unique_id(self) -> bytes: ...
-
-    def join(self, unique_id: bytes, size: int, rank: int) -> Meeting: ...
 
 
 # ---------------------------------------------------------------------- streams
@@ -327,7 +298,7 @@ class FakeComm:
     def __init__(self, device: FakeDevice, unique_id: bytes, size: int, rank: int) -> None:
         self.device, self.size, self.rank = device, size, rank
         self.meeting = device.network.join(unique_id, size, rank)
-        self.wires: dict[int, Wire] = {}
+        self.wires: dict[int, _LocalWire | _SocketWire] = {}
         self.begun = self.aborted = False
         self.error: Exception | None = None
         self.newest: _Kernel | None = None
@@ -394,7 +365,7 @@ class FakeDevice:
     device that they belong to. ``room``: how many of NCCL's kernels can run at a time.
     """
 
-    def __init__(self, network: Network, threaded: bool = False, room: int = 3) -> None:
+    def __init__(self, network: LocalNetwork | SocketNetwork, threaded: bool = False, room: int = 3) -> None:
         self.network, self._room = network, room
         self.lock = threading.RLock()
         self.streams: list[FakeStream] = []
@@ -639,10 +610,12 @@ class LocalNetwork:
 
 
 class _LocalMeeting:
+    """One member on its way into a communicator; there are no wires as long as others are missing."""
+
     def __init__(self, network: LocalNetwork, unique_id: bytes, size: int, rank: int) -> None:
         self._network, self._id, self._size, self._rank = network, unique_id, size, rank
 
-    def wires(self) -> dict[int, Wire] | None:
+    def wires(self) -> dict[int, _LocalWire] | None:
         if len(self._network.members[self._id]) < self._size:
             return None
         lane, others = self._network.lane, set(range(self._size)) - {self._rank}
@@ -710,7 +683,7 @@ class _SocketMeeting:
         self._listener.listen(size)
         self._listener.setblocking(False)
 
-    def wires(self) -> dict[int, Wire] | None:
+    def wires(self) -> dict[int, _SocketWire] | None:
         for peer in range(self._rank):
             if peer not in self._sockets:
                 self._connect(peer)
