@@ -196,46 +196,6 @@ def test_partition_drops_everything_both_ways_and_keeps_connections_open():
         new.close()
 
 
-def send_and_be_cut_off(server: socket.socket, pipe: Any, messages: int, size: int) -> None:
-    port = server.getsockname()[1]
-    server.close()  # inherited: it is the other side's
-    sock = socket.create_connection(("127.0.0.1", port), timeout=SECONDS)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    for _ in range(messages):
-        sock.sendall(bytes(size))
-    time.sleep(0.2)
-    faults.partition()
-    pipe.send("cut off")
-    sock.settimeout(0.01)
-    for _ in range(50):
-        with contextlib.suppress(TimeoutError):  # the buffer of the system is full
-            sock.send(bytes(size))
-        time.sleep(0.01)
-    pipe.send("sent")
-    time.sleep(SECONDS)
-
-
-@pytest.mark.parametrize(("messages", "size"), [(0, 10), (50, 10), (30, 200_000)])
-def test_partition_holds_back_what_a_new_a_chatty_or_a_busy_connection_sends(messages, size):
-    ours, theirs = context.Pipe()
-    received: list[int] = []
-
-    def read(sock: socket.socket) -> None:
-        while data := sock.recv(1 << 16):  # not less than a packet of loopback
-            received.append(len(data))
-
-    with socket.create_server(("127.0.0.1", 0)) as server, child(send_and_be_cut_off, server, theirs, messages, size):
-        server.settimeout(SECONDS)
-        peer, _ = server.accept()
-        in_background(read, peer)
-        assert heard(ours) == "cut off"
-        assert wait_for(lambda: sum(received) >= messages * size)
-        received.clear()
-        assert heard(ours) == "sent"
-        assert len(received) <= PACKETS
-        peer.close()
-
-
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 

@@ -10,7 +10,6 @@ from lightning_recycle.callbacks import Fault
 from lightning_recycle.callbacks.faults import POINTS, Agenda, TimedFault, random_faults, trace_faults
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import Microbatch, Op, OpKind
-from lightning_recycle.traces import available_traces, load_trace
 
 
 def op(kind: OpKind, index: int | None = None, pipeline: int = 0) -> Op:
@@ -193,27 +192,7 @@ def test_time_scale_stretches_the_trace_and_max_faults_ends_it() -> None:
     assert trace_faults(availability, 4, KILL, 0, max_faults=2) == plain[:2]
 
 
-@pytest.mark.parametrize("name", available_traces())
-def test_every_shipped_trace_takes_workers_and_never_one_twice_at_once(name: str) -> None:
-    trace = load_trace(name)
-    faults = trace_faults(trace.availability, 8, ("kill", "preempt"), seed=3)
-    assert len(faults) >= 8
-    assert {fault.kind for fault in faults} == {"kill", "preempt"}
-    assert len({fault.rank for fault in faults} & set(range(8))) >= 4
-    assert len({(fault.time, fault.rank) for fault in faults}) == len(faults)
-    assert list(faults) == sorted(faults, key=lambda fault: fault.time)
-    assert faults[-1].time <= trace.duration
-
-
 # ---------------------------------------------------------------------- the agenda
-
-
-class Clock:
-    def __init__(self, now: float) -> None:
-        self.now = now
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def faults_at(*times: float) -> list[TimedFault]:
@@ -221,15 +200,8 @@ def faults_at(*times: float) -> list[TimedFault]:
 
 
 def test_what_became_due_meanwhile_is_taken_one_by_one() -> None:
-    clock = Clock(0.0)
-    agenda = Agenda(faults_at(1.0, 2.0, 9.0), clock=clock)
+    now = [0.0]
+    agenda = Agenda(faults_at(1.0, 2.0, 9.0), clock=lambda: now[-1])
     assert agenda.take_due() is None
-    clock.now = 5.0
+    now.append(5.0)
     assert [agenda.take_due() for _ in range(3)] == [*faults_at(1.0, 2.0), None]
-
-
-def test_an_empty_agenda_never_looks_at_the_clock() -> None:
-    def no_clock() -> float:
-        raise AssertionError("looked at the clock")
-
-    assert Agenda((), clock=no_clock).take_due() is None

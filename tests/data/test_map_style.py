@@ -5,7 +5,6 @@ import pickle
 import random
 import signal
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from copy import copy
@@ -121,22 +120,6 @@ def test_processes_that_the_user_prepares_read_what_others_would_have_read_too()
                 found = torch.cat(step_data(source, epoch, step)).tolist()
                 assert sorted(found) == [2 * index for index in range(8 * step, 8 * step + 8)]
                 assert sorted(source.collate_batch(StepHandle(source, epoch, step)).tolist()) == sorted(found)
-
-
-@pytest.mark.parametrize("shuffle", [False, True], ids=["in order", "shuffled"])
-@pytest.mark.parametrize(("grid", "batch_size"), GRIDS, ids=str)
-def test_every_sample_is_in_exactly_one_microbatch_of_an_epoch(grid, batch_size, shuffle):
-    global_batch = grid.pipelines * batch_size
-    source = loader(Numbers(5 * global_batch + global_batch - 1), grid, batch_size, shuffle=shuffle)
-    assert len(source) == 5, "a trailing incomplete global batch is dropped"
-    seen: Counter[int] = Counter()
-    for step in range(len(source)):
-        for microbatch in step_data(source, 0, step):
-            assert len(microbatch) == batch_size // grid.microbatches
-            seen.update(microbatch.tolist())
-    assert set(seen.values()) == {1}
-    assert len(seen) == 5 * global_batch
-    assert shuffle or set(seen) == set(range(5 * global_batch))
 
 
 @pytest.mark.parametrize(("grid", "batch_size"), GRIDS, ids=str)

@@ -85,13 +85,6 @@ def test_every_micro_batch_has_whole_bounds_of_its_own(bounds, pipelines, microb
             assert all(of_pipeline[-1][number] > bound for of_pipeline in runs)  # the last one runs it there
 
 
-@given(bounds=bounds_strategy)
-def test_each_stage_has_a_layer_of_its_own_if_the_bounds_can_be(bounds):
-    if layer_cuts.are_bounds(bounds):
-        for begin, end in pairwise(bounds):
-            assert math.ceil(begin) < math.floor(end)
-
-
 @st.composite
 def whole_stages(draw: st.DrawFn) -> tuple[layer_cuts.Stages, list[int]]:
     """Stages of up to seven layers, and the most layers of each."""

@@ -67,16 +67,6 @@ def test_the_first_workers_of_the_stages_reach_each_other():
     assert Worker(1, 2) in found[Worker(2, 1)]
 
 
-def test_exchanges_are_those_of_consecutive_stages():
-    assert {(a.stage + 1, b.stage) for a, b in schedule_without().exchanges()} == {(1, 1), (2, 2)}
-
-
-def test_a_worker_without_micro_batches_makes_its_peers_wait():
-    grid = Grid(2, 1, 1)
-    programs = Programs(schedule_without(grid=grid))
-    assert not programs.of(Worker(0, 0)).idle_peer
-
-
 def test_who_is_not_part_of_the_schedule_has_no_program():
     with pytest.raises(PlanningError, match=r"worker \(1, 1\) has failed"):
         Programs(schedule_without(Worker(1, 1))).of(Worker(1, 1))

@@ -182,11 +182,13 @@ def test_a_broken_rule_is_found_and_named(change, rule):
 def test_reduce_waits_for_the_slowest_peer():
     """A REDUCE that is right for its own worker but too early for a peer."""
     schedule = good()
-    programs = {worker: list(ops) for worker, ops in schedule.workers.items()}
-    latest = max((w for w in programs if w.stage == 2), key=lambda worker: programs[worker][-3].end)
-    other = next(w for w in programs if w.stage == 2 and w != latest)
-    programs[other][-2:] = [shift(op, -0.25) for op in programs[other][-2:]]
-    broken = replace(schedule, workers={worker: tuple(ops) for worker, ops in programs.items()})
+    peers = [worker for worker in schedule.workers if worker.stage == 2]
+    other = min(peers, key=lambda worker: schedule.workers[worker][-3].end)
+
+    def hurry(programs: Programs) -> None:
+        programs[other][-2:] = [shift(op, -0.25) for op in programs[other][-2:]]
+
+    broken = with_programs(schedule, hurry)
     assert any(f"REDUCE@2 on {other}" in violation for violation in violations(broken))
 
 
@@ -240,23 +242,17 @@ def test_programs_that_wait_for_each_other_are_found_even_without_durations():
         grid, planning.Costs.uniform(2, 0.0, 0.0, 0.0), technique=planning.Technique(split_backward=False)
     )
 
-    def program(
-        stage: int, *ops: tuple[planning.OpKind, planning.Microbatch | None]
-    ) -> tuple[planning.ScheduledOp, ...]:
-        closing: tuple[tuple[planning.OpKind, planning.Microbatch | None], ...] = (
-            (planning.OpKind.REDUCE, None),
-            (planning.OpKind.STEP, None),
-        )
-        return tuple(
-            planning.ScheduledOp(planning.Op(kind, stage, microbatch), 0.0, 0.0)
-            for kind, microbatch in (*ops, *closing)
-        )
+    def schedule(*programs: list[tuple[planning.OpKind, planning.Microbatch]]) -> planning.Schedule:
+        workers = {}
+        for stage, program in enumerate(programs):
+            ops = [planning.Op(kind, stage, microbatch) for kind, microbatch in program]
+            ops += [planning.Op(planning.OpKind.REDUCE, stage), planning.Op(planning.OpKind.STEP, stage)]
+            workers[planning.Worker(0, stage)] = tuple(planning.ScheduledOp(op, 0.0, 0.0) for op in ops)
+        return planning.Schedule(problem, workers, 0.0)
 
-    first = program(0, (F, a), (BW, a), (F, b), (BW, b))
-    waiting = program(1, (F, a), (F, b), (BW, a), (BW, b))
-    fine = program(1, (F, a), (BW, a), (F, b), (BW, b))
-    planning.validate(planning.Schedule(problem, {planning.Worker(0, 0): first, planning.Worker(0, 1): fine}, 0.0))
-    found = violations(planning.Schedule(problem, {planning.Worker(0, 0): first, planning.Worker(0, 1): waiting}, 0.0))
+    in_turn = [(F, a), (BW, a), (F, b), (BW, b)]
+    planning.validate(schedule(in_turn, in_turn))
+    found = violations(schedule(in_turn, [(F, a), (F, b), (BW, a), (BW, b)]))
     assert any("waits forever before" in violation for violation in found)
 
 

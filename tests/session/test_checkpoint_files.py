@@ -253,35 +253,26 @@ def test_a_file_that_no_trainer_wrote_is_refused_with_the_way_to_load_weights(co
     assert chosen(tmp_path, path) == path
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_a_folder_that_is_no_checkpoint_is_refused_with_the_newest_one_in_it(kept, tmp_path):
-    if kept:
-        save(tmp_path / "5.ckpt", 5, False)
-    with pytest.raises(CheckpointError) as caught:
-        chosen(tmp_path, tmp_path)
-    none = f"; {tmp_path} holds no whole checkpoint"
-    newest = f"; the newest whole checkpoint there: {tmp_path / '5.ckpt'}" if kept else none
-    text = "it is not a checkpoint folder, with neither manifest.json nor .metadata nor meta.pt"
-    assert str(caught.value) == f"ckpt_path='{tmp_path}': {text}{newest}."
+MISSING = "there is no such file or folder"
+NO_FOLDER = "it is not a checkpoint folder, with neither manifest.json nor .metadata nor meta.pt"
+NONE, NEWEST = "; {folder} holds no whole checkpoint.", "; the newest whole checkpoint there: {folder}/5.ckpt."
 
 
-@pytest.mark.parametrize("kept", [[], [3, 5]])
-def test_a_missing_checkpoint_is_refused_with_the_newest_whole_one_of_its_folder(kept, tmp_path):
+@pytest.mark.parametrize(("name", "kept", "words"), [
+    ("", [], NO_FOLDER + NONE),
+    ("", [3, 5], NO_FOLDER + NEWEST),
+    ("/nope.ckpt", [], MISSING + NONE),
+    ("/nope.ckpt", [3, 5], MISSING + NEWEST),
+    ("/no/such.ckpt", [], "there is no folder {folder}/no."),
+])  # fmt: skip
+def test_what_is_no_checkpoint_is_refused_with_the_newest_whole_one_of_its_folder(name, kept, words, tmp_path):
     for step in kept:
         save(tmp_path / f"{step}.ckpt", step, False)
         os.utime(tmp_path / f"{step}.ckpt", (step, step))
     (tmp_path / "damaged.ckpt").write_bytes(b"PK\x03\x04")  # and newest
     with pytest.raises(CheckpointError) as caught:
-        chosen(tmp_path, str(tmp_path / "nope.ckpt"))
-    none = f"; {tmp_path} holds no whole checkpoint"
-    newest = f"; the newest whole checkpoint there: {tmp_path / '5.ckpt'}" if kept else none
-    text = f"ckpt_path='{tmp_path / 'nope.ckpt'}': there is no such file or folder{newest}."
-    assert str(caught.value) == text
-
-
-def test_a_checkpoint_in_a_missing_folder_is_refused_with_that(tmp_path):
-    with pytest.raises(CheckpointError, match=f"'{tmp_path}/no/such.ckpt': there is no folder {tmp_path}/no.$"):
-        chosen(tmp_path, str(tmp_path / "no" / "such.ckpt"))
+        chosen(tmp_path, f"{tmp_path}{name}")
+    assert str(caught.value) == f"ckpt_path='{tmp_path}{name}': {words.format(folder=tmp_path)}"
 
 
 def test_a_missing_checkpoint_elsewhere_is_refused():
