@@ -151,15 +151,6 @@ def test_nothing_is_written_unless_it_is_asked_for(tmp_path):
         assert list(tmp_path.iterdir()) == [], arguments
 
 
-def test_one_schedule_for_all_policies(tmp_path):
-    simulate(
-        tmp_path, "-m", *SMALL, "seeds=1", "policy=merge,recycle,fault_free", "schedule=planned,1f1b", "output=jobs"
-    )
-    found = [result_in(folder) for folder in sorted(tmp_path.glob("jobs/[0-9]"))]
-    assert [each["policy"]["settings"]["schedule"] for each in found] == ["planned", "1f1b"] * 3
-    assert all(fast["ratio"] > slow["ratio"] for fast, slow in zip(found[::2], found[1::2], strict=True))
-
-
 def test_jobs_return_a_number_that_a_sweeper_can_optimize(tmp_path):
     code = (
         "import sys; from lightning_recycle.commands import simulate as s; f = s.simulate_and_show\n"

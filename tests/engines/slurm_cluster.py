@@ -53,7 +53,7 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 JobRequeue=1
 ReturnToService=2
-SlurmdTimeout={slurmd_timeout}
+SlurmdTimeout=10
 SlurmctldTimeout=60
 InactiveLimit=0
 KillWait=10
@@ -104,7 +104,6 @@ class Cluster:
             folder=self.folder,
             host=socket.gethostname(),
             controller_port=self._ports[0],
-            slurmd_timeout=10,
             nodes="\n".join(rows),
         )
         (self.folder / "slurm.conf").write_text(configuration)
@@ -132,7 +131,7 @@ class Cluster:
     def lose(self, name: str) -> None:
         """A node is gone: its slurmd and everything that runs under it are killed at once."""
         stopped = [psutil.Process(self._processes[name].pid)]
-        stopped += [p for p in _all_of(self.folder) if p.environ().get("SLURMD_NODENAME") == name]
+        stopped += [p for p, _, environ in self.processes() if environ.get("SLURMD_NODENAME") == name]
         for step in psutil.process_iter():  # slurmstepd is not a child of slurmd, and tells nobody whose it is
             with contextlib.suppress(psutil.Error):
                 if step.name() == "slurmstepd" and any(c in stopped for c in step.children(recursive=True)):
@@ -145,8 +144,7 @@ class Cluster:
 
     def call(self, *command: str, seconds: float = 60.0) -> str:
         """What a command of SLURM prints; it must succeed."""
-        env = self.environment
-        done = completed(command, env=env, timeout=seconds)
+        done = completed(command, env=self.environment, timeout=seconds)
         assert done.returncode == 0, (command, done.stdout, done.stderr)
         return done.stdout
 
@@ -156,8 +154,7 @@ class Cluster:
         """Submits a batch script; returns the number of the job."""
         command = ["sbatch", "--parsable", *options, str(script), *arguments]
         env = {**self.environment, **(environment or {})}
-        cwd = script.parent
-        done = completed(command, env=env, cwd=cwd, timeout=60)
+        done = completed(command, env=env, cwd=script.parent, timeout=60)
         assert done.returncode == 0, done.stderr
         return int(done.stdout)
 
@@ -178,12 +175,21 @@ class Cluster:
         self._await(reached, f"job {number} to be {' or '.join(states)}", seconds, lambda: str(found))
         return found
 
+    def processes(self) -> list[tuple[psutil.Process, list[str], dict[str, str]]]:
+        """The living processes of the cluster and of its jobs, with their words and environments."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):  # it ended while we looked
+                environ = process.environ()
+                if process.pid != os.getpid() and environ.get("SLURM_CONF") == str(self.folder / "slurm.conf"):
+                    found.append((process, process.cmdline(), environ))
+        return found
+
     def stop(self) -> None:
         """Ends everything, also what jobs have left."""
-        for process in [*map(_as_process, self._processes.values()), *_all_of(self.folder)]:
-            if process is not None:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
+        for process in [*self._processes.values(), *(process for process, _, _ in self.processes())]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         for child in self._processes.values():
             child.wait()
 
@@ -210,30 +216,10 @@ class Cluster:
             time.sleep(0.1)
 
 
-def _as_process(child: "subprocess.Popen[bytes]") -> psutil.Process | None:
-    try:
-        return psutil.Process(child.pid)
-    except psutil.NoSuchProcess:
-        return None
-
-
-def _all_of(folder: Path) -> list[psutil.Process]:
-    """The living processes of the cluster in ``folder``, and of its jobs."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):  # it ended while we looked
-            if process.pid != os.getpid() and process.environ().get("SLURM_CONF") == str(folder / "slurm.conf"):
-                found.append(process)
-    return found
-
-
 def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    try:
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [int(one.getsockname()[1]) for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
 
 
 @contextlib.contextmanager

@@ -118,14 +118,6 @@ def test_a_misspelt_variable_is_named_once() -> None:
     assert "has no meaning here. Did you mean 'RECYCLE_CONNECT_SECONDS'?" in done.stderr
 
 
-def test_nothing_is_left_of_a_coordinator_whose_run_is_over(tmp_path: Path) -> None:
-    environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path)}
-    done = subprocess.run([*RECYCLE_RUN, "true"], env=environment, capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 0
-    assert "Its state is in" in done.stderr
-    assert list((tmp_path / "lightning_recycle").iterdir()) == []
-
-
 # ---------------------------------------------------------------------- signals
 
 
@@ -290,6 +282,7 @@ def test_sigterm_to_all_workers_of_a_run_ends_it_at_a_step_boundary_with_the_wan
     assert torch.load(saved, weights_only=False)["global_step"] < 100
     assert "is killed" not in errors
     assert '"message": "resumed"' in errors
+    assert "Its state is in" in errors
     assert list((tmp_path / "lightning_recycle").iterdir()) == []
 
 

@@ -74,11 +74,7 @@ class Job:
     def workers(self) -> dict[str, psutil.Process]:
         """The training processes, by the number of their task."""
         found = {}
-        for process in psutil.process_iter():
-            try:
-                words, environ = process.cmdline(), process.environ()
-            except psutil.Error:  # it ended while we looked
-                continue
+        for process, words, environ in self.slurm.processes():
             is_training = any(word.endswith("slurm_training.py") for word in words) and "-m" not in words
             if is_training and words[0] != "srun" and environ.get("SLURM_JOB_ID") == str(self.number):
                 found.setdefault(environ["SLURM_PROCID"], process)
@@ -96,20 +92,6 @@ class Job:
 def expected() -> dict[str, torch.Tensor]:
     torch.set_num_threads(1)
     return plain_loop(Slow().double(), dataset(GLOBAL_BATCH * STEPS), STEPS)
-
-
-def processes_of(slurm: Cluster) -> list[str]:
-    """What runs in jobs of the cluster."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            environ = process.environ()
-        except psutil.Error:  # it ended while we looked
-            continue
-        ours = environ.get("SLURM_CONF") == slurm.environment["SLURM_CONF"] and "SLURM_JOB_ID" in environ
-        if ours and process.status() != psutil.STATUS_ZOMBIE:
-            found.append(" ".join(process.cmdline()))
-    return found
 
 
 def test_a_killed_worker_is_replaced_and_the_next_job_follows(slurm, tmp_path):
@@ -231,7 +213,11 @@ def test_a_cancelled_job_leaves_nothing(slurm, tmp_path):
     job.await_step(3)
     slurm.call("scancel", str(job.number))
     slurm.await_state(job.number, "CANCELLED")
-    assert wait_for(lambda: not processes_of(slurm), 60), processes_of(slurm)
+
+    def left() -> list[str]:
+        return [" ".join(words) for _, words, environ in slurm.processes() if "SLURM_JOB_ID" in environ]
+
+    assert wait_for(lambda: not left(), 60), left()
 
 
 def test_at_last_a_lost_node(slurm, tmp_path):
