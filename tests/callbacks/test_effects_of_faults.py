@@ -120,17 +120,18 @@ CHATTER = 0.02  # seconds between two messages
 PACKETS = 2  # that may slip through in a second: without the partition it is 50
 
 
-def chat(sock: socket.socket, received: list[bytes]) -> None:
+def chat(sock: socket.socket, received: list[bytes], size: int = 5) -> None:
     """Sends a line again and again, and notes what arrives."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # as everything does that trains
     sock.settimeout(CHATTER)
     while True:
-        sock.send(b"line\n")
+        with contextlib.suppress(TimeoutError):  # the buffer of the system is full
+            sock.send(bytes(size))
         with contextlib.suppress(TimeoutError):
             received.append(sock.recv(1 << 16))
 
 
-def live_cut_off(server: socket.socket, pipe: Any) -> None:
+def live_cut_off(server: socket.socket, pipe: Any, size: int) -> None:
     """Talks over a connection, is cut off, opens another one, and reports what still arrives."""
     port = server.getsockname()[1]
     server.close()  # inherited: it is the other side's
@@ -139,8 +140,8 @@ def live_cut_off(server: socket.socket, pipe: Any) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     unconnected = socket.socket()
     old = socket.create_connection(("127.0.0.1", port), timeout=SECONDS)
-    in_background(chat, old, old_lines)
-    assert wait_for(lambda: old_lines)
+    in_background(chat, old, old_lines, size)
+    assert wait_for(lambda: len(old_lines) > 20)
     descriptors = len(os.listdir("/proc/self/fd"))
 
     faults.partition()
@@ -167,11 +168,12 @@ def in_background(target: Callable[..., None], *args: Any) -> None:
     threading.Thread(target=run, daemon=True).start()
 
 
-def test_partition_drops_everything_both_ways_and_keeps_connections_open():
+@pytest.mark.parametrize("size", [5, 20_000], ids=["chatty", "busy"])
+def test_partition_drops_everything_both_ways_and_keeps_connections_open(size):
     ours, theirs = context.Pipe()
     old_lines: list[bytes] = []
     new_lines: list[bytes] = []
-    with socket.create_server(("127.0.0.1", 0)) as server, child(live_cut_off, server, theirs):
+    with socket.create_server(("127.0.0.1", 0)) as server, child(live_cut_off, server, theirs, size):
         server.settimeout(SECONDS)
         old, _ = server.accept()
         in_background(chat, old, old_lines)

@@ -174,6 +174,7 @@ def test_a_place_fails_again_only_after_it_counts_as_filled() -> None:
         assert fault.time < after.time
     falling = [(0, 8), (1, 6), (2, 4), (3, 2), (4, 0)]
     assert sorted(fault.rank for fault in trace_faults(falling, 4, KILL, seed=1)) == [0, 1, 2, 3]
+    assert {fault.kind for fault in trace_faults(falling, 8, ("kill", "preempt"), seed=3)} == {"kill", "preempt"}
 
 
 def test_the_choice_of_workers_depends_on_the_seed_and_on_the_event_alone() -> None:

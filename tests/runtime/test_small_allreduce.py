@@ -63,6 +63,12 @@ def test_everybody_gets_the_same_bits_in_every_sum(size, dtype):
         assert all(torch.equal(total, expected) for total in sums)
 
 
+def test_whether_a_tensor_is_small_does_not_depend_on_the_worker():
+    meshes, _ = mesh_of(3)
+    assert {mesh.takes(torch.empty(10)) for mesh in meshes} == {True}
+    assert {mesh.takes(torch.empty(10_000_000)) for mesh in meshes} == {False}
+
+
 @pytest.mark.parametrize("arrives", [0, 5, 300], ids=["nothing", "a part of the header", "a part of the numbers"])
 def test_an_end_of_a_connection_ends_a_sum_and_leaves_the_tensor_alone(arrives):
     meshes, ends = mesh_of(3)
