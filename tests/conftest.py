@@ -108,16 +108,25 @@ def one_thread(request) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def loggers_as_they_were() -> Iterator[None]:
-    """Commands, benchmarks and Hydra configure logging; the next test must see the project's messages all the same."""
+    """Commands, examples, benchmarks and Hydra configure logging; the next test must see all messages all the same."""
     disabled = logging.root.manager.disable
     root = (logging.root.level, list(logging.root.handlers))
+    known = {name: (each.level, each.filters[:]) for name, each in _loggers()}
     yield
     logging.disable(disabled)
     logging.root.setLevel(root[0])
     for handler in logging.root.handlers[:]:
         if handler not in root[1] and type(handler).__module__.startswith("logging"):
             logging.root.removeHandler(handler)
-    for name, logger in logging.root.manager.loggerDict.items():
-        if name.partition(".")[0] == "lightning_recycle" and isinstance(logger, logging.Logger):
+    for name, logger in _loggers():
+        if name in known:
+            level, logger.filters[:] = known[name]
+            logger.setLevel(level)
+        if name.startswith("lightning_recycle"):
             logger.setLevel(logging.NOTSET)
             logger.propagate, logger.disabled = True, False
+
+
+def _loggers() -> list[tuple[str, logging.Logger]]:
+    named = logging.root.manager.loggerDict.items()
+    return [(name, logger) for name, logger in named if isinstance(logger, logging.Logger)]

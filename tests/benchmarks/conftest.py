@@ -1,6 +1,5 @@
 """The benchmarks are scripts: their directory and that of the examples are on the path as when one of them is run."""
 
-import logging
 import os
 import sys
 import warnings
@@ -15,12 +14,9 @@ for name in ("examples", "benchmarks"):
 
 @pytest.fixture(autouse=True)
 def benchmarks_leave_this_process_as_it_was() -> Iterator[None]:
-    """They quieten loggers and warnings and set the number of threads for their workers."""
-    levels = {name: logging.getLogger(name).level for name in list(logging.root.manager.loggerDict)}
+    """They quieten warnings and set the number of threads for their workers."""
     environment = dict(os.environ)
     with warnings.catch_warnings():
         yield
     os.environ.clear()
     os.environ.update(environment)
-    for name in list(logging.root.manager.loggerDict):
-        logging.getLogger(name).setLevel(levels.get(name, logging.NOTSET))
