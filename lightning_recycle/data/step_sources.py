@@ -18,13 +18,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
+from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_recycle.data.dataloaders import batching_of, check_combination, check_dataloader
+from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.planning.grid import Grid, Microbatch, global_index
 from lightning_recycle.randomness import derive_seed, seeded_everything
-from lightning_recycle.torch_internals import tree_leaves, tree_map
+from lightning_recycle.torch_internals import tree_leaves, tree_map, version_of
 
 _SETTINGS = inspect.signature(DataLoader).parameters.keys()
 Address: TypeAlias = tuple[int, Any]
@@ -50,6 +52,7 @@ class StepHandle:
         self.loader, self.epoch, self.index = loader, epoch, index
         self.kept: list[tuple[dict[str, Any], str, Any, Any]] | None = None
         self._data: tuple[Any] | None = None
+        self._seen: list[tuple[Any, int]] = []  # what it held when it was read
 
     @property
     def num_samples(self) -> int:
@@ -59,7 +62,22 @@ class StepHandle:
         """The whole global batch by the user's collate function, on the device."""
         if self._data is None:
             self._data = (self.loader.read_batch(self),)
+            self._seen = _contents(self._data)
         return self._data[0]
+
+    def refuse_changes(self) -> None:
+        """Raises UnsupportedFeatureError if hooks have changed what they have read."""
+        seen, now = ([(id(leaf), writes) for leaf, writes in each] for each in (self._seen, _contents(self._data)))
+        if seen != now:
+            raise UnsupportedFeatureError(_CHANGED)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise UnsupportedFeatureError(_CHANGED)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in ("loader", "epoch", "index", "kept", "_data", "_seen"):
+            raise UnsupportedFeatureError(_CHANGED)
+        super().__setattr__(name, value)
 
     def __getitem__(self, key: Any) -> Any:
         return self.read()[key]
@@ -79,6 +97,18 @@ class StepHandle:
 
     def __len__(self) -> int:
         return len(self.read())
+
+
+_CHANGED = (
+    "A hook has changed the batch, which steps do not see: each reads its own micro-batch. Change it in"
+    " on_after_batch_transfer(batch, dataloader_idx), in the step, or in the dataset."
+)
+
+
+def _contents(data: Any) -> list[tuple[Any, int]]:
+    """The leaves of ``data``, with the number of writes to tensors."""
+    leaves = tree_leaves(data)
+    return [(x, version_of(x) if isinstance(x, Tensor) and not x.is_inference() else 0) for x in leaves]
 
 
 class Collate:

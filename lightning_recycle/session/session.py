@@ -250,6 +250,7 @@ class Session:
     def evaluate(self, kind: str, step: tuple[Any, ...]) -> Any:
         """Runs a batch through the pipelines; returns its result on every worker."""
         handle: StepHandle = step[0]
+        handle.refuse_changes()
         if handle.index == 0:
             self.loaders.compare(handle.loader.loaders)
         handle.loader.dataloader_idx = self._dataloader_idx = step[2] if len(step) > 2 else 0

@@ -201,6 +201,7 @@ class TrainingSteps:
         here. ``share``: the step's part of an accumulation.
         """
         self._handle = handle
+        handle.refuse_changes()
         saves = self.worker_state.finish_joining()  # its donor waited here, after the same hooks
         if saves is not None:
             self.checkpoints.saves.enter(saves)

@@ -243,6 +243,11 @@ def test_a_hook_uses_the_handle_as_the_batch():
         assert torch.cat([handle, handle]).equal(torch.cat([whole, whole]))
         with pytest.raises(AttributeError, match="image"):
             _ = handle.image
+        handle.refuse_changes()
+        for change in (lambda: handle.__setitem__(0, 1), lambda: setattr(handle, "x", 1), handle.refuse_changes):
+            whole.mul_(2)
+            with pytest.raises(UnsupportedFeatureError, match="on_after_batch_transfer"):
+                change()
 
 
 class WhoRead(Numbers):

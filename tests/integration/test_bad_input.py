@@ -53,6 +53,12 @@ class WrongSpec(Regression):
         return [nn.Linear(8, 8), nn.Tanh(), LayerSpec(nn.Linear, 8), nn.Linear(8, 1)]
 
 
+class ChangesBatch(Regression):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        inputs, _ = batch
+        inputs.mul_(2)
+
+
 class BuiltSpec(Regression):
     def configure_pipeline(self) -> list[Any]:
         return [nn.Linear(8, 8), LayerSpec(nn.Linear(8, 1))]
@@ -168,6 +174,7 @@ def test_wrong_grids_are_refused_before_anything_starts(
         (NotAPipeline, ["PipelineModule", "NotAPipeline"]),
         (NoLoss, ["NoLoss", "loss(self, output, target)"]),
         (AbsentLayers, ["self.layers[", "'weight'", "another stage", "self.named_parameters()"]),
+        (ChangesBatch, ["A hook has changed the batch", "on_after_batch_transfer"]),
         (WrongShape, ["In layers[5]", "Linear(in_features=9", "(2, 4) torch.float64"]),
     ],
 )
