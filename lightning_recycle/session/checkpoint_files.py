@@ -20,6 +20,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
@@ -227,7 +228,7 @@ def write_manifest(folder: Path, checksums: Mapping[str, Checksum]) -> None:
 def check_exists(path: Any, checkpoint_io: CheckpointIO) -> None:
     """Raises CheckpointError if ``ckpt_path=path`` is not a file or checkpoint folder.
 
-    The error names the newest whole checkpoint there.
+    The error names the newest whole checkpoint there, and the one with the nearest name.
 
     The files of a user's own ``checkpoint_io`` are not looked for.
     """
@@ -244,13 +245,15 @@ def check_exists(path: Any, checkpoint_io: CheckpointIO) -> None:
         reason = f"there is no folder {local.parent.absolute()}"
     else:
         reason = "there is no such file or folder"
-    newest = ""
+    newest = meant = ""
     if local is not None and local.parent.is_dir():
         others = newest_first(checkpoints_beside(local))
         whole = next((other for other in others if restored(other) is not None and damage(other) is None), None)
         none = f"; {local.parent.absolute()} holds no whole checkpoint"
         newest = none if whole is None else f"; the newest whole checkpoint there: {whole}"
-    raise CheckpointError(f"ckpt_path={os.fspath(path)!r}: {reason}{newest}.")
+        names = {other.stem: other.name for other in others}
+        meant = "".join(f" Did you mean {names[stem]!r}?" for stem in get_close_matches(local.stem, names, n=1))
+    raise CheckpointError(f"ckpt_path={os.fspath(path)!r}: {reason}{newest}.{meant}")
 
 
 def check_content(path: Any, content: Any) -> None:
@@ -265,11 +268,11 @@ def check_content(path: Any, content: Any) -> None:
 def checkpoints_beside(path: Path) -> list[Path]:
     """The checkpoints in the folder of ``path``: either SLURM's, or all others."""
     names = {*os.listdir(path.parent), *(other.name for other in waiting_aside(path.parent))}
-    of_job = JOB_CHECKPOINT.fullmatch(path.name) is not None
+    of_job, own = JOB_CHECKPOINT.fullmatch(path.name) is not None, ModelCheckpoint.FILE_EXTENSION
     return [
         path.with_name(name)
         for name in names
-        if name.endswith(path.suffix or ModelCheckpoint.FILE_EXTENSION)
+        if (name.endswith((path.suffix or own, own)) or is_sharded(path.with_name(name)))
         and not name.startswith(".")
         and (JOB_CHECKPOINT.fullmatch(name) is not None) == of_job
     ]

@@ -275,6 +275,16 @@ def test_what_is_no_checkpoint_is_refused_with_the_newest_whole_one_of_its_folde
     assert str(caught.value) == f"ckpt_path='{tmp_path}{name}': {words.format(folder=tmp_path)}"
 
 
+@pytest.mark.parametrize(
+    ("sharded", "kept", "given"), [(False, "ok.ckpt", "ok.ckp"), (True, "ok.ckpt", "ok.pt"), (True, "all", "al")]
+)
+def test_a_mistyped_checkpoint_is_refused_with_the_nearest_name(sharded, kept, given, tmp_path):
+    for name in (kept, "newer.ckpt"):
+        save(tmp_path / name, 3, sharded)
+    with pytest.raises(CheckpointError, match=rf"{given}': there is no .*newer\.ckpt\. Did you mean '{kept}'\?"):
+        chosen(tmp_path, tmp_path / given)
+
+
 def test_a_missing_checkpoint_elsewhere_is_refused():
     with pytest.raises(CheckpointError, match=r"'memory://run/nope\.ckpt': there is no such file or folder\.$"):
         chosen(Path(), "memory://run/nope.ckpt")
