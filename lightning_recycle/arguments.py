@@ -243,7 +243,8 @@ def number(least: float = 0.0, *, above: bool = False) -> Check:
 SWITCH = choice("auto", True, False)
 BOOLEAN = Check(lambda value: isinstance(value, bool), "use True or False", (True, False))
 PATH = Check(
-    lambda value: value is None or isinstance(value, (str, os.PathLike)), "give the path of a file or folder, or None"
+    lambda value: value is None or (isinstance(value, (str, os.PathLike)) and os.fspath(value) != ""),
+    "give the path of a file or folder, or None",
 )
 SECONDS = Check(lambda value: is_number(value, 0.0, above=True), "give a number of seconds, more than 0")
 SHARE = Check(lambda value: is_number(value, 0.0) and value <= 1, "give a share between 0 and 1")

@@ -112,6 +112,8 @@ def test_a_single_choice_is_named_without_a_question() -> None:
         (lambda: VerificationOptions(on_corruption="evicted"), r"Did you mean 'evict'\?$"),  # type: ignore[arg-type]
         (lambda: RecoveryOptions(on_stage_lost="Restart"), r"Did you mean 'restart'\?$"),  # type: ignore[arg-type]
         (lambda: CheckpointOptions(gather_result="autp"), r"Did you mean 'auto'\?$"),  # type: ignore[arg-type]
+        (lambda: CheckpointOptions(save_on_signal=""), r"save_on_signal=''\): use True, False or the path of a file"),
+        (lambda: PlanningOptions(profile=""), r"profile=''\): give the path of a file or folder, or None"),
         (lambda: MonitoringOptions(status=99999), r"MonitoringOptions\(status=99999\): .* a port of at most 65535\.$"),
         (lambda: RayEngine({"CPU": -1}), r"RayEngine\(resources_per_worker=.*at least 0 for each"),
         (lambda: RayEngine(4), r"resources_per_worker=4\): give a mapping such as \{'CPU': 1\}"),  # type: ignore[arg-type]
@@ -139,7 +141,7 @@ def test_every_option_refuses_an_object_that_it_has_no_use_for(kind: type[Option
 
 
 def test_a_port_of_the_status_is_a_number_or_its_digits() -> None:
-    assert _shown_at(8080) == _shown_at("8080") == (True, ("127.0.0.1", 8080))
+    assert _shown_at(8080) == _shown_at("8080") == (("127.0.0.1", 8080), True)
 
 
 def test_an_option_that_is_assigned_is_checked_as_well() -> None:

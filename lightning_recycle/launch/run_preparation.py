@@ -213,12 +213,15 @@ def prepare(
         )
     if grid.pipelines == 1:
         log.warning(
-            "With devices=%d and %d stages each stage has one worker: the run survives no failure."
-            " Use at least devices=%d.",
+            "With devices=%d and %s each stage has one worker: the run survives no failure. Use at least devices=%d.",
             grid.stages,
-            grid.stages,
+            counted(grid.stages, "stage"),
             2 * grid.stages,
         )
+    if grid.stages == 1 and options.layers is not None:
+        log.warning("layers=%r has no effect: pipeline_parallel_size is 1.", options.layers)
+    if grid.lanes == 1 and options.verification.verify:
+        log.warning("verify=%s has no effect: no stage has two workers.", options.verification.verify)
     listens = "RECYCLE_LISTEN" in os.environ
     local = not listens and not options.is_remote
     gathered = options.checkpoints.gather_result

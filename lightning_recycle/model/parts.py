@@ -74,7 +74,7 @@ class ModelParts:
 
     def cut(self, num_stages: int, partition: Partition) -> tuple[range, ...]:
         assert num_stages == 1, "with several stages a module has other parts"
-        return (range(1),)
+        return layer_ranges(1, 1, "count" if len(partition) == 1 else partition)
 
     def without_storage(self) -> pl.LightningModule:
         """A copy of the whole model, for its shapes only."""

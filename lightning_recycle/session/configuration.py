@@ -32,6 +32,7 @@ from torch.optim import Optimizer, SparseAdam
 
 from lightning_recycle.arguments import (
     BOOLEAN,
+    PATH,
     SECONDS,
     SWITCH,
     Check,
@@ -74,7 +75,10 @@ _BANDWIDTH = Check(
     lambda value: value is None or is_number(value, 0.0, above=True),
     "give a number of MB per second, more than 0, or None for no limit",
 )
-_SIGNALS = Check(lambda value: isinstance(value, (bool, str, os.PathLike)), "use True, False or the path of a file")
+_SIGNALS = Check(
+    lambda value: isinstance(value, bool) or (value is not None and PATH.accepts(value)),
+    "use True, False or the path of a file",
+)
 
 
 @suggests_options

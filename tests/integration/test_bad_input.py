@@ -11,6 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from support.models import Regression, dataset
 from support.options import recycle_strategy
 from support.training import fit, trainer
@@ -225,6 +226,19 @@ def test_no_data_is_refused_before_workers_start(entry: str) -> None:
 def test_a_run_that_can_lose_no_worker_says_so(caplog: pytest.LogCaptureFixture) -> None:
     trainer(1, 2, max_steps=1).fit(Regression().double(), DataLoader(dataset(), batch_size=12))
     assert "With devices=2 and 2 stages each stage has one worker" in caplog.text
+
+
+def test_options_without_effect_on_one_worker_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    data, strategy = DataLoader(RandomDataset(32, 24), batch_size=12), {"layers": "nolayer", "verify": 0.1}
+    with pytest.raises(ConfigurationError, match=r"partition=\[1, 2\]\) describes 2 stages; pipeline_par"):
+        trainer(1, 1, strategy={"partition": [1, 2]}).fit(BoringModel(), data)
+    trainer(1, 1, max_steps=1, strategy=strategy).fit(BoringModel(), data)
+    for text in (
+        "With devices=1 and 1 stage each stage has one worker",
+        "layers='nolayer' has no effect: pipeline_parallel_size is 1.",
+        "verify=0.1 has no effect: no stage has two workers.",
+    ):
+        assert caplog.text.count(text) == 1
 
 
 @pytest.mark.parametrize("entry", ["fit", "validate", "test", "predict"])
