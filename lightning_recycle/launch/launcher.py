@@ -144,8 +144,9 @@ class RunAttempt:
         planner = self._planner()
         planner.prepare()
         monitor = Monitor(Path(sys.argv[0]).name, self._run.samples_per_step)
-        shows, http = _shown_at(options.monitoring.status)
-        with served(monitor, http, shows), self._make_group() as group:
+        status = options.monitoring.status
+        setting = "RECYCLE_HTTP" if status is True else f"MonitoringOptions({status=})"
+        with served(monitor, *_shown_at(status), setting), self._make_group() as group:
             self._group = group
             self._coordinator = self._make_coordinator(planner)
             outcome: Outcome | None = None
@@ -283,11 +284,11 @@ def _needs(run: PreparedRun) -> dict[str, float]:
     return needs_of_worker(ray_resource(run.call.trainer.strategy.root_device), given)
 
 
-def _shown_at(status: bool | int | str) -> tuple[bool, tuple[str, int] | None]:
-    """Whether the run is shown on this machine, and its address for others."""
+def _shown_at(status: bool | int | str) -> tuple[tuple[str, int] | None, bool]:
+    """The run's address for others, and whether it is shown on this machine."""
     if not isinstance(status, bool):
-        return True, addresses.http_address(str(status), "MonitoringOptions(status)")
-    return status, addresses.http_address_from_environment() if status else None
+        return addresses.http_address(str(status), "MonitoringOptions(status)"), True
+    return addresses.http_address_from_environment() if status else None, status
 
 
 def _write_profile(path: Path | None, profile: Profile) -> None:

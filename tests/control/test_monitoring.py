@@ -290,7 +290,7 @@ def test_a_default_timeout_of_the_users_script_is_none_of_the_server(
 def test_an_address_that_is_taken_is_an_error_that_says_so(runtime: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = taken.getsockname()
-        reason = r"status of the run cannot be shown.*another process listens"
+        reason = r"^RECYCLE_HTTP: A coordinator cannot listen.*another process listens"
         with pytest.raises(ConfigurationError, match=reason), served(Monitor("x"), address):
             pass
 

@@ -171,6 +171,8 @@ def test_the_page_shows_the_run_in_a_real_browser(tmp_path, port, monkeypatch):
 def test_a_wrong_address_is_an_error_before_anything_starts(monkeypatch):
     with pytest.raises(ConfigurationError, match=r"MonitoringOptions\(status='nowhere'\)"):
         fit(Regression().double(), 2, 2, strategy={"status": "nowhere"})
+    with pytest.raises(ConfigurationError, match=r"MonitoringOptions\(status='192\.0\.2\.9:80'\): .* cannot listen at"):
+        fit(Regression().double(), 2, 2, strategy={"status": "192.0.2.9:80"})
     monkeypatch.setenv("RECYCLE_HTTP", "nowhere")
     with pytest.raises(ConfigurationError, match="RECYCLE_HTTP='nowhere'"):
         fit(Regression().double(), 2, 2)

@@ -104,8 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = _checked(options)
         most_runs = None if options.runs is None else flag_value("--runs", options.runs, integer(1))
         address, key = address_from(options.listen, "--listen"), key_from_environment()
+        setting = "RECYCLE_HTTP" if options.http is None else "--http"
         if http is not None and _are_exclusive(http, address):
-            setting = "RECYCLE_HTTP" if options.http is None else "--http"
             raise ConfigurationError(f"{setting} and --listen have the same address: give another port.")
         reception = Reception(address, key, _WORKERS)
         journal = _journal(options.state, address, key)
@@ -160,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             die_with_parent()
             _read_orders(end_after_this)
         try:
-            stack.enter_context(served(monitor, http))
+            stack.enter_context(served(monitor, http, setting=setting))
         except ConfigurationError as error:
             print(f"recycle-coordinator: {error}", file=sys.stderr)
             return 2

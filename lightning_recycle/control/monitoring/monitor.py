@@ -413,11 +413,13 @@ _ROUTES: dict[str, Callable[[Monitor, Message], Answer]] = {
 
 
 @contextlib.contextmanager
-def served(monitor: Monitor, http: tuple[str, int] | None = None, local: bool = True) -> Iterator[StatusServer]:
+def served(
+    monitor: Monitor, http: tuple[str, int] | None = None, local: bool = True, setting: str = "RECYCLE_HTTP"
+) -> Iterator[StatusServer]:
     """Serves ``monitor`` within the block, to this user and at the address ``http``.
 
     To this user on this machine if ``local``; at ``http``, if any, to all that can connect there. Raises
-    ConfigurationError if ``http`` cannot be listened at.
+    ConfigurationError, with the ``setting`` that gave ``http``, if that cannot be listened at.
     """
     with contextlib.ExitStack() as stack:
         listeners = []
@@ -430,7 +432,7 @@ def served(monitor: Monitor, http: tuple[str, int] | None = None, local: bool = 
             try:
                 listeners.append(stack.enter_context(listen_at(http, backlog=_MOST_CONNECTIONS)))
             except ConfigurationError as error:
-                raise ConfigurationError(f"The status of the run cannot be shown: {error}") from error
+                raise ConfigurationError(f"{setting}: {error}") from error
             bound = listeners[-1].getsockname()[:2]
             if not _is_loopback(bound[0]):
                 log.warning(
