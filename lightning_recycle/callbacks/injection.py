@@ -27,7 +27,7 @@ from lightning_recycle.callbacks.faults import (
     trace_faults,
 )
 from lightning_recycle.control.protocol.messages import FaultInjected
-from lightning_recycle.errors import ConfigurationError, InjectedFaultError
+from lightning_recycle.errors import ConfigurationError, InjectedFaultError, counted
 from lightning_recycle.planning.grid import Op, OpKind, Positions, Worker
 from lightning_recycle.traces import load_trace
 
@@ -83,22 +83,22 @@ class FaultInjectionCallback(pl.Callback):
         if isinstance(faults, Fault):
             faults = (faults,)
         if not isinstance(faults, Sequence) or not all(isinstance(fault, Fault) for fault in faults):
-            _refuse(f"{faults!r}: give a list of faults, such as [Fault('kill', pipeline=1, stage=0, step=3)].")
+            _refuse(f"{faults=}", "give a list of faults, such as [Fault('kill', pipeline=1, stage=0, step=3)]")
         self.faults = tuple(faults)
         if mtbf is not None and trace is not None:
-            _refuse(f"mtbf={mtbf!r} and trace={trace!r} exclude each other; leave one out.")
+            _refuse(f"{mtbf=}, {trace=}", "these exclude each other; leave one out")
         if mtbf is None and trace is None and max_faults is not None:
-            _refuse(f"max_faults={max_faults!r} limits random failures: give mtbf or trace, or leave it out.")
+            _refuse(f"{max_faults=}", "this limits random failures: give mtbf or trace, or leave it out")
         if mtbf is not None:
             at_least(_OWNER, "mtbf", mtbf, above=True)
         at_least(_OWNER, "time_scale", time_scale, above=True)
         if not is_integer(seed):
-            _refuse(f"seed={seed!r}: give an integer.")
+            _refuse(f"{seed=}", "give an integer")
         if max_faults is not None and not is_integer(max_faults, 1):
-            _refuse(f"max_faults={max_faults!r}: give an integer of at least 1, or None.")
+            _refuse(f"{max_faults=}", "give an integer of at least 1, or None")
         if isinstance(kinds, str) or not kinds or not all(kind in KINDS_AT_TIMES for kind in kinds):
             known = ", ".join(map(repr, KINDS_AT_TIMES))
-            _refuse(f"kinds={kinds!r}: give a sequence of some of {known}, e.g. ('kill',).")
+            _refuse(f"{kinds=}", f"give a sequence of some of {known}, e.g. ('kill',)")
         self.mtbf = mtbf
         self.kinds = tuple(kinds)
         self.trace = None if trace is None else os.fspath(trace)
@@ -116,14 +116,14 @@ class FaultInjectionCallback(pl.Callback):
         for fault in self.faults:
             if Worker(fault.pipeline, fault.stage) not in grid:
                 raise ConfigurationError(
-                    f"{fault}: there is no worker ({fault.pipeline}, {fault.stage}) in a grid of {grid.lanes}"
-                    f" pipelines x {grid.stages} stages: pipeline must be one of 0 to {grid.lanes - 1}, stage one of 0"
-                    f" to {grid.stages - 1}."
+                    f"{fault}: there is no worker ({fault.pipeline}, {fault.stage}) in a grid of"
+                    f" {counted(grid.lanes, 'pipeline')} x {counted(grid.stages, 'stage')}: pipeline must be"
+                    f" {_below(grid.lanes)}, stage {_below(grid.stages)}."
                 )
             if fault.microbatch is not None and fault.microbatch >= grid.microbatches:
-                raise ConfigurationError(f"{fault}: microbatch must be one of 0 to {grid.microbatches - 1}.")
+                raise ConfigurationError(f"{fault}: microbatch must be {_below(grid.microbatches)}.")
             if fault.member is not None and fault.member >= positions.members:
-                raise ConfigurationError(f"{fault}: member must be one of 0 to {positions.members - 1}.")
+                raise ConfigurationError(f"{fault}: member must be {_below(positions.members)}.")
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -297,5 +297,9 @@ def _is_moment(value: Any) -> bool:
 # ---------------------------------------------------------------------- checks
 
 
-def _refuse(reason: str) -> NoReturn:
-    raise ConfigurationError(f"{_OWNER}: {reason}")
+def _below(count: int) -> str:
+    return "0" if count == 1 else f"one of 0 to {count - 1}"
+
+
+def _refuse(given: str, reason: str) -> NoReturn:
+    raise ConfigurationError(f"{_OWNER}({given}): {reason}.")

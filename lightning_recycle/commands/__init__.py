@@ -30,7 +30,7 @@ from hydra.errors import (
 )
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from rich.console import Console, RenderableType
 
 from lightning_recycle.arguments import BOOLEAN, __version__, exit_without_reader
@@ -156,8 +156,6 @@ def _line(error: BaseException, config: DictConfig | None, overrides: Sequence[s
     if isinstance(error, MissingConfigException) and error.options and "/" in (error.missing_cfg_file or ""):
         group, _, option = str(error.missing_cfg_file).rpartition("/")
         return unknown(group, option, sorted(error.options))
-    if isinstance(error, MissingMandatoryValue) and getattr(error, "full_key", None):
-        return f"{error.full_key} is missing: give {error.full_key}=..."
     if isinstance(cause, (ConfigKeyError, ConfigAttributeError)) and isinstance(cause.parent_node, DictConfig):
         return f"unknown setting {cause.full_key!r}: {_instead_of(str(cause.full_key), cause.parent_node)}"
     if isinstance(error, OverrideParseException):

@@ -110,8 +110,8 @@ def _without_failures(config: Mapping[str, Any]) -> planning.Problem:
 def _costs(settings: Mapping[str, Any], grid: planning.Grid) -> tuple[planning.Costs, planning.Profile | None]:
     if "path" in settings:
         path = settings["path"]
-        if not isinstance(path, str) or not path:
-            raise ConfigurationError(f"costs.path={path!r}: give the path of a profile, e.g. costs.path=profile.json.")
+        remedy = "give a file that PlanningOptions(profile=...) wrote, e.g. costs.path=profile.json"
+        Check(lambda value: isinstance(value, str) and value != "", remedy).checked("", "costs.path", path)
         profile = planning.load_profile(path)
         if len(profile.stages) != grid.stages:
             raise ConfigurationError(

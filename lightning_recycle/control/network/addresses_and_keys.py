@@ -212,8 +212,8 @@ def _read(path: str) -> bytes:
             if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077:
                 raise ConfigurationError(
                     f"{_KEY_FILE}={path}: others may read or write it (mode {stat.S_IMODE(status.st_mode):04o}), and"
-                    f" who knows the key can run code in the workers: chmod 600 {path}; for a secret that Kubernetes"
-                    " mounts, defaultMode: 0400."
+                    f" anyone who knows the key can run code in the workers: chmod 600 {path}; for a secret that"
+                    " Kubernetes mounts, defaultMode: 0400."
                 )
             return file.read(_MOST_BYTES).strip()
     except OSError as error:
