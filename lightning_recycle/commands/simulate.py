@@ -29,7 +29,7 @@ from rich.console import Console, Group
 from rich.table import Table
 
 from lightning_recycle import simulation
-from lightning_recycle.arguments import choice, whole
+from lightning_recycle.arguments import Check, choice, whole
 from lightning_recycle.commands import Output, run_command, switch
 from lightning_recycle.errors import ConfigurationError, counted
 from lightning_recycle.files import refusing, write_json
@@ -69,6 +69,9 @@ def scenario_from(config: Mapping[str, Any]) -> Scenario:
         settings = {**settings, "schedule": schedule}
     policy = _instance("policy", settings, simulation.Policy)
     failures = _instance("failures", config["failures"], simulation.FailureSource)
+    if isinstance(failures, simulation.Scripted):
+        example = "give [[begin, [nodes], end]], such as [[3600,[0],null]]: node 0 fails after an hour, for good"
+        Check(bool, example).checked("", "failures.outages", list(failures.outages))
     extra = config["cluster"]["extra_nodes"]
     cluster = simulation.Cluster.of(
         model,
@@ -316,7 +319,8 @@ def _losses(result: Result) -> Table:
     total = result["fault_free_throughput"] * result["cluster"]["gpus"] / result["model"]["gpus"]
     table = _by_cause("Throughput lost, by cause", "samples/s", "of 1F1B fault-free")
     for cause, lost in sorted(result["losses"].items(), key=lambda item: -item[1]):
-        table.add_row(cause, *_lost(lost, total))
+        gained = " (negative: faster)" if round(lost, 3) < 0 else ""
+        table.add_row(f"{_shown(cause)}{gained}", *_lost(lost, total))
     table.add_row("all", *_lost(sum(result["losses"].values()), total), style="bold")
     return table
 
@@ -330,8 +334,12 @@ def _gpu_time(result: Result) -> Table:
     table = _by_cause("GPU time, by cause", "GPU-hours", "of all")
     for cause, part in result["fractions"].items():
         hours = result["gpu_seconds"][cause] / 3600
-        table.add_row(cause, f"{hours:,.2f}", f"{100 * part:.1f} %")
+        table.add_row(_shown(cause), f"{hours:,.2f}", f"{100 * part:.1f} %")
     return table
+
+
+def _shown(cause: str) -> str:
+    return "reconfiguring, checkpoints" if cause == simulation.Cause.RECONFIGURING else cause
 
 
 def _by_cause(title: str, *columns: str) -> Table:

@@ -382,7 +382,8 @@ class Agent:
             except OSError as error:
                 program = state.task.command[0]
                 self._printer.say(f"{program!r} cannot be started: {error.strerror or error}.")
-                self._end_task(state, FinalStatus(127 if isinstance(error, FileNotFoundError) else 126))
+                missing = isinstance(error, FileNotFoundError)
+                self._end_task(state, FinalStatus(127 if missing else 126), state.task.name)
 
     def _handle_event(self) -> None:
         """Handles one event, or returns when something else is due."""
@@ -399,24 +400,24 @@ class Agent:
         if state is None:
             return
         now, is_coordinator = time.monotonic(), state is self._coordinator
+        name = "The coordinator" if is_coordinator else f"{state.task.name} (process {child.process.pid})"
         state.child, state.status = None, status
         # A coordinator that ends before the run is lost, however it ended.
         judged = -1 if is_coordinator and not self._is_ending and status != _BAD_OPTIONS else status
         decision = decide_restart(state.record, judged, now - child.began, self._is_ending, self._max_restarts)
         if isinstance(decision, RestartRecord):
             state.record, state.start_at = decision, now + decision.pause
-            name = "The coordinator" if is_coordinator else state.task.name
             after = f" after {decision.pause:g} s" if decision.pause and not is_coordinator else ""
             self._printer.say(f"{name} {_end_text(status)}; it is started again{after}.")
         elif is_coordinator:
             self._give_up_coordinator(state, decision)
         else:
-            self._end_task(state, decision)
+            self._end_task(state, decision, name)
 
-    def _end_task(self, state: _TaskState, final: FinalStatus) -> None:
+    def _end_task(self, state: _TaskState, final: FinalStatus, name: str) -> None:
         """The task is over; ends the others if its end requires that."""
         state.final = final
-        name, was_first = state.task.name, state.record.restarts == 0
+        was_first = state.record.restarts == 0
         if final.given_up:
             self._printer.say(f"{name} {_end_text(final.status)} and is given up: {final.given_up}.")
         elif final.status and not self._has_finished:

@@ -240,7 +240,7 @@ def _parser() -> argparse.ArgumentParser:
         "srun recycle-run python train.py",
         usage="recycle-run [options] [--] python train.py [arguments]",
         statuses={
-            0: "the run finished",
+            0: "the run finished, or the script ended without one",
             1: "the script failed, with this status or another one",
             69: "the coordinator was lost",
             75: "the run ended otherwise",

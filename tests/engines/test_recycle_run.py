@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -67,7 +68,7 @@ def test_after_an_exception_of_one_worker_the_others_are_ended() -> None:
         "--nproc-per-node", "2", *shell('if [ "$LOCAL_RANK" = 1 ]; then exit 3; fi; exec sleep 100')
     )
     assert status == 3
-    assert "worker1 ended (exit status 3)" in errors
+    assert re.search(r"worker1 \(process \d+\) ended \(exit status 3\)", errors)
     assert time.monotonic() - began < 50
 
 
@@ -260,7 +261,8 @@ def test_a_killed_worker_of_a_training_is_replaced_and_the_weights_are_those_of_
         os.kill(pids[2], signal.SIGKILL)
         rest, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, errors
-    assert "was killed by SIGKILL; it is started again" in errors
+    assert re.search(rf"worker\d \(process {pids[2]}\) was killed by SIGKILL; it is started again", errors)
+    assert re.search(rf"Worker \(1, 0\) was lost .*\(process {pids[2]} on ", errors)
     assert "[worker" in rest
     model = Paced().double()
     expected = plain_loop(model, dataset(GLOBAL_BATCH * steps), steps)
