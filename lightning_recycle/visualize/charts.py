@@ -292,6 +292,11 @@ _MARKERS = {
     "triangle": "M0-4.2L4 3.2H-4z",
     "diamond": "M0-4.6L4.2 0L0 4.6L-4.2 0z",
     "down": "M0 4.2L4-3.2H-4z",
+    "left": "M-4.2 0L3.2-4V4z",
+    "right": "M4.2 0L-3.2-4V4z",
+    "hexagon": "M-2.1-3.6h4.2L4.2 0L2.1 3.6h-4.2L-4.2 0z",
+    "star": "M0-4.8L1.2-1.6L4.6-1.5L1.9 .6L2.8 3.9L0 2L-2.8 3.9L-1.9 .6L-4.6-1.5L-1.2-1.6z",
+    "plus": "M-1.2-4h2.4v2.8h2.8v2.4h-2.8v2.8h-2.4v-2.8h-2.8v-2.4h2.8z",
     "cross": "M-3.4-2.2l1.2-1.2L0-1.2l2.2-2.2l1.2 1.2L1.2 0l2.2 2.2l-1.2 1.2L0 1.2l-2.2 2.2l-1.2-1.2L-1.2 0z",
 }
 
@@ -313,6 +318,11 @@ class Picture:
     height: float
     shapes: Sequence[Shape]
     width: float = _CHART_WIDTH
+
+    @property
+    def is_dotted(self) -> bool:
+        """Whether a line lies along another one."""
+        return any(" along " in str(shape.attributes.get("class")) for shape in self.shapes)
 
 
 @dataclass(frozen=True)

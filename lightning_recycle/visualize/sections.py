@@ -6,7 +6,7 @@ A numeric cell shows a rounded number and keeps the exact one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
@@ -114,9 +114,19 @@ class Section:
 
 
 def sections_of(records: Sequence[Record]) -> list[Section]:
-    """The sections for which there are results, in their order."""
+    """The sections for which there are results, in their order; no paragraph twice."""
     makers = (_by_interval, _gpu_time, _traces, _costs, _failed_fractions, _all_runs)
-    return [section for make in makers if (section := make(records)) is not None]
+    said: list[Part] = []
+
+    def once(parts: Sequence[Part]) -> Iterator[Part]:
+        for part in parts:
+            if part not in said:
+                yield part
+            if isinstance(part, Paragraph):
+                said.append(part)
+
+    found = [section for make in makers if (section := make(records)) is not None]
+    return [replace(section, parts=[*once(section.parts)]) for section in found]
 
 
 # -- parts of several sections -----------------------------------------------------------------------------------------
@@ -346,7 +356,8 @@ def _gpu_time(records: Sequence[Record]) -> Section | None:
         _table("GPU time of a run by cause, %", columns, rows, left=4),
         Paragraph(
             "Useful: computing samples that count, once. Bubble: waiting within a step. Idle: alive, not part of "
-            "training. Redone: lost steps, and what is computed twice. Reconfiguring: pauses. Failed: down."
+            "training. Redone: lost steps, and what is computed twice. Reconfiguring: pauses, also of checkpoints. "
+            "Failed: down."
         ),
     ]
     lead = "At any moment every GPU is in exactly one state; the parts add up to the whole time."

@@ -26,12 +26,12 @@ POLICIES = {
     "Auto": ("Auto", "down"),
     "Elastic": ("Elastic", "triangle"),
     "Oobleck": ("Oobleck", "square"),
-    "Bamboo": ("Bamboo", "triangle"),
-    "Spares": ("Spares", "down"),
-    "Merge": ("Merge", "square"),
+    "Bamboo": ("Bamboo", "plus"),
+    "Spares": ("Spares", "left"),
+    "Merge": ("Merge", "hexagon"),
     "DropReplica": ("Drop replica", "cross"),
-    "Varuna": ("Varuna", "triangle"),
-    "Restart": ("Restart", "square"),
+    "Varuna": ("Varuna", "right"),
+    "Restart": ("Restart", "star"),
     "FaultFree": ("Fault-free", "diamond"),
 }
 """Names and markers by class name, in display order."""
@@ -154,7 +154,9 @@ def cost_of(result: Record) -> float | None:
 
 
 def load_results(folder: str | Path) -> list[Record]:
-    """All ``result.json`` below ``folder``, by policy in display order, then path.
+    """All ``result.json`` below ``folder``, by policy, model and failures, then path.
+
+    Policies in display order, models by size, fewer failures first.
 
     Raises:
         ConfigurationError: when there are none, or one cannot be parsed.
@@ -166,7 +168,13 @@ def load_results(folder: str | Path) -> list[Record]:
     if not files:
         raise ConfigurationError(f"there is no result.json in {root}: make some with recycle-simulate output=FOLDER.")
     places = {name: place for place, name in enumerate(POLICIES)}
-    return sorted(map(_load, files), key=lambda record: places.get(record["policy"]["name"], len(places)))
+
+    def order(record: Record) -> tuple[float, ...]:
+        failures = record["failures"]["settings"]
+        policy, size = places.get(record["policy"]["name"], len(places)), record["model"]["parameters"]
+        return policy, size, failures.get("part", -failures.get("mtbf", 0.0))
+
+    return sorted(map(_load, files), key=order)
 
 
 def _in_order(file: Path) -> list[tuple[int, int, str]]:
