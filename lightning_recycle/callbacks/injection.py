@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_recycle.arguments import at_least, is_integer, suggests_options
+from lightning_recycle.arguments import Check, at_least, integer, is_integer, suggests_options
 from lightning_recycle.callbacks.faults import (
     EFFECTS,
     KINDS_AT_TIMES,
@@ -92,10 +92,8 @@ class FaultInjectionCallback(pl.Callback):
         if mtbf is not None:
             at_least(_OWNER, "mtbf", mtbf, above=True)
         at_least(_OWNER, "time_scale", time_scale, above=True)
-        if not is_integer(seed):
-            _refuse(f"{seed=}", "give an integer")
-        if max_faults is not None and not is_integer(max_faults, 1):
-            _refuse(f"{max_faults=}", "give an integer of at least 1, or None")
+        Check(is_integer, "give an integer").checked(_OWNER, "seed", seed)
+        integer(1, otherwise="for no limit").checked(_OWNER, "max_faults", max_faults)
         if isinstance(kinds, str) or not kinds or not all(kind in KINDS_AT_TIMES for kind in kinds):
             known = ", ".join(map(repr, KINDS_AT_TIMES))
             _refuse(f"{kinds=}", f"give a sequence of some of {known}, e.g. ('kill',)")

@@ -315,12 +315,15 @@ def _summary(result: Result) -> Table:
     return table
 
 
+_ROWS = {"reconfiguring": "reconfiguring, checkpoints"}
+
+
 def _losses(result: Result) -> Table:
     total = result["fault_free_throughput"] * result["cluster"]["gpus"] / result["model"]["gpus"]
     table = _by_cause("Throughput lost, by cause", "samples/s", "of 1F1B fault-free")
     for cause, lost in sorted(result["losses"].items(), key=lambda item: -item[1]):
         gained = " (negative: faster)" if round(lost, 3) < 0 else ""
-        table.add_row(f"{_shown(cause)}{gained}", *_lost(lost, total))
+        table.add_row(f"{_ROWS.get(cause, cause)}{gained}", *_lost(lost, total))
     table.add_row("all", *_lost(sum(result["losses"].values()), total), style="bold")
     return table
 
@@ -334,12 +337,8 @@ def _gpu_time(result: Result) -> Table:
     table = _by_cause("GPU time, by cause", "GPU-hours", "of all")
     for cause, part in result["fractions"].items():
         hours = result["gpu_seconds"][cause] / 3600
-        table.add_row(_shown(cause), f"{hours:,.2f}", f"{100 * part:.1f} %")
+        table.add_row(_ROWS.get(cause, cause), f"{hours:,.2f}", f"{100 * part:.1f} %")
     return table
-
-
-def _shown(cause: str) -> str:
-    return "reconfiguring, checkpoints" if cause == simulation.Cause.RECONFIGURING else cause
 
 
 def _by_cause(title: str, *columns: str) -> Table:
