@@ -68,7 +68,7 @@ class StepHandle:
     def refuse_changes(self) -> None:
         """Raises UnsupportedFeatureError if hooks have changed what they have read."""
         seen, now = ([(id(leaf), writes) for leaf, writes in each] for each in (self._seen, _contents(self._data)))
-        if seen != now:
+        if self._data is not None and seen != now:
             raise UnsupportedFeatureError(_CHANGED)
 
     def __setitem__(self, key: Any, value: Any) -> None:

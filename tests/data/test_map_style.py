@@ -237,6 +237,7 @@ def test_a_hook_uses_the_handle_as_the_batch():
     handle = StepHandle(source, 0, 1)
     unread = pickle.loads(pickle.dumps(copy(StepHandle(cast(Any, None), 0, 1))))
     assert unread.index == 1
+    unread.refuse_changes()
     with closing(source):
         whole = handle.read()
         assert (handle.shape, handle[1], handle.sum()) == (whole.shape, whole[1], torch.sum(handle))
