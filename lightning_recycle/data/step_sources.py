@@ -48,6 +48,8 @@ class StepHandle:
     that convert it have changed, as (attributes, name, before, after), once they have run.
     """
 
+    __slots__ = ("_data", "_seen", "epoch", "index", "kept", "loader")  # hooks can set nothing else
+
     def __init__(self, loader: StepSource, epoch: int, index: int) -> None:
         self.loader, self.epoch, self.index = loader, epoch, index
         self.kept: list[tuple[dict[str, Any], str, Any, Any]] | None = None
@@ -67,17 +69,14 @@ class StepHandle:
 
     def refuse_changes(self) -> None:
         """Raises UnsupportedFeatureError if hooks have changed what they have read."""
+        if self._data is None:
+            return
         seen, now = ([(id(leaf), writes) for leaf, writes in each] for each in (self._seen, _contents(self._data)))
-        if self._data is not None and seen != now:
+        if seen != now:
             raise UnsupportedFeatureError(_CHANGED)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         raise UnsupportedFeatureError(_CHANGED)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name not in ("loader", "epoch", "index", "kept", "_data", "_seen"):
-            raise UnsupportedFeatureError(_CHANGED)
-        super().__setattr__(name, value)
 
     def __getitem__(self, key: Any) -> Any:
         return self.read()[key]
