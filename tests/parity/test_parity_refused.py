@@ -1,11 +1,13 @@
 """What cannot be supported is refused in the launching process, before a worker starts, with the value and a remedy."""
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import lightning as L
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.tuner import Tuner
 from ordinary_refusals import REFUSALS, Refusal, check
 from same_script import Classifier, Data, Session, assert_same, on_a_grid
@@ -137,6 +139,17 @@ def test_what_only_a_worker_sees_is_refused_in_the_launching_process_too(tmp_pat
     with pytest.raises(UnsupportedFeatureError) as caught:
         on_a_grid(script, tmp_path)
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize(
+    "path", ["fit_loop", "fit_loop.epoch_loop", "fit_loop.epoch_loop.automatic_optimization"], ids=lambda path: path
+)
+def test_a_loop_that_would_be_replaced_is_refused(path):
+    run = L.Trainer(accelerator="cpu", devices=2, strategy="recycle", logger=False)
+    loop = attrgetter(path)(run)
+    loop.__class__ = type("OwnLoop", (type(loop),), {"__module__": __name__})
+    with pytest.raises(UnsupportedFeatureError, match=f"OwnLoop as trainer.{path}:"):
+        run.fit(BoringModel())
 
 
 @pytest.mark.parametrize(
