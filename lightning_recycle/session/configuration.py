@@ -435,8 +435,16 @@ class WorkerIdentity:
 
 _UNRESOLVED = re.compile(r"Parallelize plan key ('.*?') could not be resolved")
 _GRAPHED = "make_graphed_callables.<locals>"  # in the name of the forward of what it returns
-_OPTIMIZATION_LOOPS = ("automatic_optimization", "manual_optimization")
-_LOOPS = ("lightning.pytorch.loops.", "pytorch_lightning.loops.", "lightning_recycle.")
+_REPLACED = (
+    "precision_plugin",
+    "fit_loop",
+    "fit_loop.epoch_loop",
+    "fit_loop.epoch_loop.automatic_optimization",
+    "fit_loop.epoch_loop.manual_optimization",
+)
+"""Parts of the Trainer in whose place this package works, or by whose methods it does not go."""
+
+_LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.", "lightning_recycle.")
 _PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed", "16-mixed")
 
 
@@ -463,12 +471,12 @@ def check_trainer(trainer: pl.Trainer, outside: Discovered | None, is_remote: bo
             " and BatchNorm sees one micro-batch. Use LayerNorm, GroupNorm or RMSNorm, or leave sync_batchnorm=False."
         )
     _check_finders(trainer)
-    for path in ("fit_loop", "fit_loop.epoch_loop", *(f"fit_loop.epoch_loop.{name}" for name in _OPTIMIZATION_LOOPS)):
-        loop = type(attrgetter(path)(trainer))
-        if not loop.__module__.startswith(_LOOPS):
+    for path in _REPLACED:
+        part = type(attrgetter(path)(trainer))
+        if not part.__module__.startswith(_LIGHTNING):
             raise UnsupportedFeatureError(
-                f"strategy='recycle' does not support {loop.__name__} as trainer.{path}: it has loops of its own there."
-                " Use hooks of the module or of callbacks instead."
+                f"strategy='recycle' does not support {part.__name__} as trainer.{path}: it does that part of the work"
+                " itself. Use hooks of the module or of callbacks instead."
             )
     integer(1).checked("Trainer", "accumulate_grad_batches", trainer.accumulate_grad_batches)
     if outside is not None:

@@ -142,13 +142,13 @@ def test_what_only_a_worker_sees_is_refused_in_the_launching_process_too(tmp_pat
 
 
 @pytest.mark.parametrize(
-    "path", ["fit_loop", "fit_loop.epoch_loop", "fit_loop.epoch_loop.automatic_optimization"], ids=lambda path: path
+    "path", ["precision_plugin", "fit_loop", "fit_loop.epoch_loop", "fit_loop.epoch_loop.manual_optimization"]
 )
-def test_a_loop_that_would_be_replaced_is_refused(path):
+def test_a_part_of_the_trainer_that_would_not_be_used_is_refused(path):
     run = L.Trainer(accelerator="cpu", devices=2, strategy="recycle", logger=False)
-    loop = attrgetter(path)(run)
-    loop.__class__ = type("OwnLoop", (type(loop),), {"__module__": __name__})
-    with pytest.raises(UnsupportedFeatureError, match=f"OwnLoop as trainer.{path}:"):
+    part = attrgetter(path)(run)
+    part.__class__ = type("Own", (type(part),), {"__module__": __name__})
+    with pytest.raises(UnsupportedFeatureError, match=f"Own as trainer.{path}:"):
         run.fit(BoringModel())
 
 
