@@ -204,19 +204,13 @@ except ImportError as error:
 # docs/architecture.md lists the modules that use them; when one changes, this fails first.
 PRIVATE = {
     "lightning_recycle.runtime.groups_and_transports": [
-        "torch.distributed:ProcessGroupGloo",
-        "torch.distributed:ProcessGroupGloo._Options",
-        "torch.distributed:ProcessGroupGloo.create_device",
+        "torch.distributed:ProcessGroupGloo._Options", "torch.distributed:ProcessGroupGloo.create_device",
     ],
     "lightning_recycle.session.loops": [
-        "lightning.pytorch.loops.fit_loop:_FitLoop",
-        "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop",
         "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop._broadcast_sigterm_tensor",
-        "lightning.pytorch.loops.optimization.automatic:_AutomaticOptimization",
         "lightning.pytorch.loops.optimization.automatic:_AutomaticOptimization._on_before_zero_grad",
         "lightning.pytorch.loops.optimization.manual:_ManualOptimization.advance",
-        "lightning.pytorch.trainer:call._call_lightning_module_hook",
-        "lightning.pytorch:Trainer._results",
+        "lightning.pytorch.trainer:call._call_lightning_module_hook", "lightning.pytorch:Trainer._results",
         "lightning.pytorch.trainer.connectors.logger_connector.logger_connector:_LoggerConnector.on_batch_start",
         "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop._should_check_val_fx",
         "lightning.pytorch.loops.loop:_Loop.reset_restart_stage",
@@ -224,15 +218,11 @@ PRIVATE = {
         "lightning.pytorch.loops.fit_loop:_FitLoop._load_combined_loader_states",
     ],
     "lightning_recycle.torch_internals": [
-        "torch.utils.data._utils.worker:WorkerInfo",
-        "torch.nn:Module._compiled_call_impl",
-        "torch.nn:Module._apply",
+        "torch.utils.data._utils.worker:WorkerInfo", "torch.nn:Module._compiled_call_impl", "torch.nn:Module._apply",
         "torch.distributed.fsdp:FSDPModule._get_fsdp_state",
         "torch.distributed.fsdp._fully_shard._fsdp_init:_move_states_to_device",
-        "torch:_C._get_privateuse1_backend_name",
-        "torch:Tensor._version",
-        "torch.nn.utils.clip_grad:_get_total_norm",
-        "torch.amp:GradScaler._unscale_grads_",
+        "torch:_C._get_privateuse1_backend_name", "torch:Tensor._version",
+        "torch.nn.utils.clip_grad:_get_total_norm", "torch.amp:GradScaler._unscale_grads_",
     ],
     "lightning_recycle.data.iterable_style": ["datasets.iterable_dataset:BufferShuffledExamplesIterable"],
     "lightning_recycle.session.checkpoint_callbacks": [
@@ -247,8 +237,6 @@ PRIVATE = {
     "lightning_recycle.session.lightning_internals": [
         "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultMetric.to",
         "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultCollection",
-        "lightning.pytorch.trainer.connectors.logger_connector.result:_Metadata",
-        "lightning.pytorch.trainer.connectors.logger_connector.result:_Sync",
         "lightning.pytorch:LightningModule._on_before_batch_transfer",
         "lightning.pytorch:LightningModule._apply_batch_transfer_handler",
         "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector.hpc_save_path",
@@ -259,17 +247,15 @@ PRIVATE = {
         "lightning.pytorch.trainer.connectors.data_connector:_DataConnector.attach_data",
         "lightning.pytorch.trainer.connectors.data_connector:_DataLoaderSource.is_module",
         "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector._select_ckpt_path",
-        "lightning.pytorch.core.optimizer:_init_optimizers_and_lr_schedulers",
         "lightning.pytorch.utilities.combined_loader:CombinedLoader._state_dicts",
         "lightning.pytorch.callbacks:ModelCheckpoint._find_last_checkpoints",
         "lightning.pytorch.callbacks:ModelCheckpoint._ModelCheckpoint__resolve_ckpt_dir",
         "lightning.pytorch.profilers:PyTorchProfiler._default_schedule",
         "lightning.pytorch.utilities:grad_norm.__code__",
-        "lightning.pytorch.strategies.launchers.multiprocessing:_GlobalStateSnapshot",
         "lightning.pytorch.strategies.launchers.multiprocessing:_GlobalStateSnapshot.capture",
         "lightning.pytorch.strategies.launchers.multiprocessing:_GlobalStateSnapshot.restore",
     ],
-}
+}  # fmt: skip
 
 
 def listed(heading: str) -> list[str]:

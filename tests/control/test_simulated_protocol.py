@@ -53,31 +53,11 @@ HUNT_FROM = {  # where what seldom matters is known to matter; otherwise from th
     "what was on its way to the last holder is forgotten": 115_200,
 }
 MEETS = {  # what the sample must have met, or it says nothing about it
-    "Crashed",
-    "Failed",
-    "Finished",
-    "StageLost",
-    "adoption",
-    "ahead",
-    "candidate lost",
-    "cut",
-    "disturbance",
-    "donor hit",
-    "evicted",
-    "evicted after an exception",
-    "failure",
-    "healed",
-    "joiner hit",
-    "left",
-    "loss computed again",
-    "loss during a change of plan",
-    "loss during a pause",
-    "paused",
-    "rejoined",
-    "replanned",
-    "retried",
-    "undone",
-}
+    "Crashed", "Failed", "Finished", "StageLost", "adoption", "ahead", "candidate lost", "cut", "disturbance",
+    "donor hit", "evicted", "evicted after an exception", "failure", "healed", "joiner hit", "left",
+    "loss computed again", "loss during a change of plan", "loss during a pause", "paused", "rejoined", "replanned",
+    "retried", "undone",
+}  # fmt: skip
 
 
 def over(sample: tuple[range, range]) -> pytest.MarkDecorator:
@@ -110,18 +90,10 @@ def test_every_promise_holds_in_a_sample_of_histories_which_meets_every_kind_of_
 KILLS_AND_STOPS = {"kills": True, "stops": True, "plans_late": True}
 
 MEETS_WHEN_KILLED = {
-    "Answer told again",
-    "CANDIDATE returns",
-    "LEFT returns",
-    "LOST returns",
-    "STARTER returns",
-    "StepLoss told again",
-    "coordinator killed again",
-    "coordinator killed during a pause",
-    "did not return",
-    "revived",
-    "the end told again",
-}
+    "Answer told again", "CANDIDATE returns", "LEFT returns", "LOST returns", "STARTER returns",
+    "StepLoss told again", "coordinator killed again", "coordinator killed during a pause", "did not return",
+    "revived", "the end told again",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("stops", [pytest.param(False, marks=pytest.mark.long), True])

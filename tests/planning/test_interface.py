@@ -73,34 +73,19 @@ def test_plan_file_has_the_documented_schema():
     problem = p.Problem(GRID, UNIT, frozenset({p.Worker(1, 2)}), in_flight_limit=(9, 9, 9, 9))
     data = json.loads(json.dumps(p.plan_to_json(p.plan(problem))))
     workers = data.pop("workers")
+    ones, zeros = [1.0] * 4, [0.0] * 4
+    costs = {"forward": ones, "backward_input": ones, "backward_weight": ones, "reduce": zeros, "optimizer": zeros}
     assert data == {
         "schema": 1,
         "problem": {
             "grid": {"pipelines": 3, "stages": 4, "microbatches": 6, "lanes": 3},
-            "costs": {
-                "forward": [1.0] * 4,
-                "backward_input": [1.0] * 4,
-                "backward_weight": [1.0] * 4,
-                "reduce": [0.0] * 4,
-                "optimizer": [0.0] * 4,
-                "communication": 0.0,
-            },
-            "failed": [{"pipeline": 1, "stage": 2}],
-            "technique": {"split_backward": True, "staggered": True},
-            "in_flight_limit": [9, 9, 9, 9],
-            "worker_factors": [],
-            "memory": None,
+            "costs": {**costs, "communication": 0.0},
+            "failed": [{"pipeline": 1, "stage": 2}], "technique": {"split_backward": True, "staggered": True},
+            "in_flight_limit": [9, 9, 9, 9], "worker_factors": [], "memory": None,
         },
-        "backend": "heuristic",
-        "status": "optimal",
-        "lower_bound": 27.0,
-        "gap": 0.0,
-        "found_by": "heuristic",
-        "solver": {"calls": 0, "seconds": 0.0, "reason": ""},
-        "period": 27.0,
-        "makespan": 29.0,
-        "lane": [],
-    }
+        "backend": "heuristic", "status": "optimal", "lower_bound": 27.0, "gap": 0.0, "found_by": "heuristic",
+        "solver": {"calls": 0, "seconds": 0.0, "reason": ""}, "period": 27.0, "makespan": 29.0, "lane": [],
+    }  # fmt: skip
     assert [(entry["pipeline"], entry["stage"]) for entry in workers[:7]] == [
         (0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 3),
     ]  # fmt: skip
