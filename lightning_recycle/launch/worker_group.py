@@ -33,7 +33,7 @@ from typing_extensions import Self, override
 from lightning_recycle.control.client import EXIT_STOPPED
 from lightning_recycle.control.coordinator.coordinator import Coordinator
 from lightning_recycle.control.options import WorkerProcess
-from lightning_recycle.errors import WorkerStartError
+from lightning_recycle.errors import ConfigurationError, WorkerStartError
 from lightning_recycle.launch.worker_payload import NameWithEnvironment, WorkerPayload, modules_found
 from lightning_recycle.pickling import import_of_main, main_module
 from lightning_recycle.processes import die_when_closed, end_with, process_space, thread_states
@@ -212,11 +212,22 @@ def _ensure_fork_server() -> None:
 
     It ignores SIGINT only after its imports, which take seconds; its children until then would not.
     """
+    if multiprocessing.current_process().daemon:
+        raise ConfigurationError(
+            "fit() starts worker processes, and this process may have none: it is daemonic, as those of"
+            " multiprocessing.Pool are. Use concurrent.futures.ProcessPoolExecutor, or Process(daemon=False)."
+        )
     resource_tracker.ensure_running()  # unblocks SIGINT if it starts
     earlier_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         with modules_found():
-            forkserver.ensure_running()
+            try:
+                forkserver.ensure_running()
+            except ChildProcessError:  # this process was forked from the one that started it
+                server: Any = forkserver._forkserver
+                os.close(server._forkserver_alive_fd)
+                server._forkserver_pid = server._forkserver_alive_fd = server._forkserver_address = None
+                forkserver.ensure_running()
     except OSError as error:
         if "too long" not in str(error):
             raise

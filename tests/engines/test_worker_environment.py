@@ -43,18 +43,15 @@ def test_what_nobody_said_has_a_default() -> None:
     assert slurm.device == 2
 
 
-@pytest.mark.parametrize(
-    ("variables", "words"),
-    [
-        ({"RECYCLE_COORDINATOR": ""}, "RECYCLE_COORDINATOR=''"),
-        ({"RECYCLE_COORDINATOR": "10.0.0.1:0"}, "'10.0.0.1:0': the port must be one of 1 to 65535"),
-        ({"RECYCLE_HOST": "192.0.2.1"}, "RECYCLE_HOST='192.0.2.1': no worker can listen there"),
-        ({"RECYCLE_HOST": "127.0.0.1:80"}, "give an address of this machine, without a port"),
-        ({"RECYCLE_KEY": ""}, "RECYCLE_KEY is not set"),
-        ({"LOCAL_RANK": "-1"}, "LOCAL_RANK='-1'"),
-        ({"SLURM_LOCALID": "first"}, "SLURM_LOCALID='first'"),
-    ],
-)
+@pytest.mark.parametrize(("variables", "words"), [
+    ({"RECYCLE_COORDINATOR": ""}, "RECYCLE_COORDINATOR=''"),
+    ({"RECYCLE_COORDINATOR": "10.0.0.1:0"}, "'10.0.0.1:0': the port must be one of 1 to 65535"),
+    ({"RECYCLE_HOST": "192.0.2.1"}, "RECYCLE_HOST='192.0.2.1': no worker can listen there"),
+    ({"RECYCLE_HOST": "127.0.0.1:80"}, "give an address of this machine, without a port"),
+    ({"RECYCLE_KEY": ""}, "RECYCLE_KEY is not set"),
+    ({"LOCAL_RANK": "-1"}, "LOCAL_RANK='-1'"),
+    ({"SLURM_LOCALID": "first"}, "SLURM_LOCALID='first'"),
+])  # fmt: skip
 def test_what_cannot_be_right_is_an_error_that_names_it(variables: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         discover({**MINIMAL, **variables})

@@ -186,3 +186,32 @@ def test_a_notebook_trains(tmp_path, monkeypatch):
     NotebookClient(notebook, timeout=280, resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = notebook.cells[-1].outputs
     check("".join(output.text for output in outputs if output.output_type == "stream" and output.name == "stdout"))
+
+
+CHILDREN = """
+import contextlib, multiprocessing, sys
+import lightning as L
+import lightning_recycle
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+def train():
+    run = L.Trainer(accelerator="cpu", devices=2, strategy="recycle", fast_dev_run=2)
+    run.fit(BoringModel())
+    sys.exit(run.global_step + 40)
+
+if __name__ == "__main__":
+    with contextlib.suppress(SystemExit):
+        train()
+    for daemon in (False, True):
+        child = multiprocessing.get_context("fork").Process(target=train, daemon=daemon)
+        child.start()
+        child.join()
+        print("ended with", child.exitcode)
+"""
+
+
+def test_a_child_of_a_process_that_has_trained_trains_unless_it_may_have_none(tmp_path):
+    (tmp_path / "script.py").write_text(CHILDREN)
+    result = completed([sys.executable, "script.py"], cwd=tmp_path)
+    assert re.findall(r"ended with (\d+)", result.stdout) == ["42", "1"], result.stderr
+    assert "it is daemonic, as those of multiprocessing.Pool are" in result.stderr

@@ -1,5 +1,6 @@
 """At each moment of replacing a checkpoint there is a whole one, and what is not whole is named, with the reason."""
 
+import errno
 import os
 import shutil
 import sys
@@ -8,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import lightning as L
 import pytest
@@ -17,11 +19,12 @@ from lightning.pytorch.trainer.states import TrainerFn
 from support.models import Regression
 
 from lightning_recycle import ReCycleStrategy
+from lightning_recycle.control.protocol.messages import SaveFailure
 from lightning_recycle.errors import CheckpointError
 from lightning_recycle.launch.resume_and_restart import newest_saved, settle_checkpoint
 from lightning_recycle.launch.run_preparation import TrainerCall
 from lightning_recycle.planning.grid import Grid, Positions
-from lightning_recycle.session.checkpoint_files import WholeCheckpointIO, damage, load_sharded, save_sharded
+from lightning_recycle.session.checkpoint_files import WholeCheckpointIO, attempt, damage, load_sharded, save_sharded
 from lightning_recycle.session.worker_context import StageGroup
 from lightning_recycle.session.worker_snapshot import update_from_completion
 
@@ -308,3 +311,14 @@ def test_a_checkpoint_is_completed_where_no_state_of_an_optimizer_was_read():
         update_from_completion(checkpoint, completion, ())
         assert checkpoint["optimizer_states"] == expected
         assert (checkpoint["loops"], checkpoint["state_dict"]) == ({"fit_loop": "new"}, {"w": 2})
+
+
+@pytest.mark.parametrize(("code", "expected"), [
+    (errno.ENOSPC, "Free some space"), (errno.EROFS, "writable"), (errno.ENOENT, "folder is gone"),
+    (errno.ENOTDIR, "A file has"), (errno.EIO, ""),
+])  # fmt: skip
+def test_the_remedy_of_a_write_that_failed_fits_the_cause(code, expected, tmp_path):
+    failure = attempt(Mock(side_effect=OSError(code, "refused")), tmp_path / "last.ckpt", None)
+    assert isinstance(failure, SaveFailure)
+    assert expected in failure.remedy
+    assert bool(failure.remedy) == bool(expected)
