@@ -232,7 +232,6 @@ def test_own_microbatches_may_be_asked_for_in_any_order_and_adopted_ones_between
 
 
 def test_a_hook_uses_the_handle_as_the_batch():
-    """Items, attributes, functions of torch; other objects copy it without reading."""
     source = loader(Numbers(32), Grid(2, 1, 2), 4)
     handle = StepHandle(source, 0, 1)
     unread = pickle.loads(pickle.dumps(copy(StepHandle(cast(Any, None), 0, 1))))
@@ -244,6 +243,7 @@ def test_a_hook_uses_the_handle_as_the_batch():
         assert torch.cat([handle, handle]).equal(torch.cat([whole, whole]))
         with pytest.raises(AttributeError, match="image"):
             _ = handle.image
+        assert [isinstance(handle, kind) for kind in (Tensor, StepHandle, list)] == [True, True, False]
         handle.refuse_changes()
         whole.mul_(2)
         for change in (lambda: handle.__setitem__(0, 1), handle.refuse_changes):
