@@ -492,7 +492,7 @@ def test_a_folder_that_others_can_enter_is_neither_used_nor_read(
         (["--watch", "soon"], 2, "--watch soon: give a number of seconds, more than 0.\n"),
         (["--watch", "host:80"], 2, "--watch host:80: give the address before it: recycle-status host:80 --watch.\n"),
         (["--watch"], 2, "--watch shows one run, and there are 2: give one of the ids"),
-        (["127.0.0.1:1"], 1, "Connection refused: was it started with --http or RECYCLE_HTTP?"),
+        (["127.0.0.1:1"], 1, "(Connection refused): was the run started with --http or RECYCLE_HTTP?"),
         (["99999999"], 1, "no run in process"),
         (["nowhere"], 2, "'nowhere' is not an address: give host:port"),
         (["10.0.0.1:http"], 2, "'10.0.0.1:http' is not an address: give host:port"),

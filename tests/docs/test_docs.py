@@ -480,7 +480,8 @@ def test_links_to_files_outside_lead_to_their_pages():
 
 def test_every_test_on_the_page_works_with_exists():
     tests = "\n".join(path.read_text() for path in (ROOT / "tests/works_with").glob("test_*.py"))
-    named = re.findall(r"`((?:tests/\S+\.py)|test_\w+)`", text("works_with.md"))
+    pages = text("works_with.md") + text("../tests/works_with/REPORTS.md")
+    named = re.findall(r"`((?:tests/\S+\.py)|test_\w+)`", pages)
     assert set(re.findall(r"^def (test_\w+)", tests, re.M)) <= set(named)
     for name in named:
         assert (ROOT / name).is_file() if "/" in name else f"def {name}(" in tests, name

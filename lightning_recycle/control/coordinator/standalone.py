@@ -299,7 +299,11 @@ def _parser() -> argparse.ArgumentParser:
         "recycle-coordinator --listen 10.0.0.1:29400",
         "recycle-coordinator --listen 10.0.0.1:29400 --http 0.0.0.0:8080",
         "recycle-coordinator --listen 10.0.0.1:29400 --timeout 30 --runs 1",
-        statuses={0: "every run finished", 1: "one did not", 143: "SIGTERM; as Ctrl-C, before a run has ended"},
+        statuses={
+            0: "every run finished",
+            1: "one did not",
+            143: "SIGTERM, as 130 Ctrl-C, in a run or before the first; between two runs as above",
+        },
         variables=("KEY", "KEY_FILE", "HTTP", "LOG", "NODE"),
     )
     parser.add_argument("--listen", required=True, metavar="HOST:PORT", help="address for the workers")

@@ -75,8 +75,9 @@ class _Target:
         except TimeoutError as error:
             raise Busy(f"{self} does not answer: {error or type(error).__name__}") from error
         except (OSError, http.client.HTTPException) as error:
-            hint = ": was it started with --http or RECYCLE_HTTP?" if self.path is None else ""
-            raise NoRun(f"{self} does not answer: {error or type(error).__name__}{hint}") from error
+            hint = ": was the run started with --http or RECYCLE_HTTP?" if self.path is None else ""
+            reason = getattr(error, "strerror", None) or error or type(error).__name__
+            raise NoRun(f"{self} does not answer ({reason}){hint}") from error
         finally:
             connection.close()
         if response.status != 200:

@@ -191,10 +191,11 @@ def key_from_environment(environ: Mapping[str, str] = os.environ, needed_by: str
 
     Raises ConfigurationError if neither variable is set, the key is shorter than 16 bytes, or others may read the file.
     """
-    key = environ.get(_KEY, "")
+    key, path = environ.get(_KEY, ""), environ.get(_KEY_FILE, "")
+    if key and path:
+        raise ConfigurationError(f"{_KEY} and {_KEY_FILE}={path} are both set: leave one out.")
     if key:
         return check_key(key.encode(), _KEY)
-    path = environ.get(_KEY_FILE, "")
     if path:
         return check_key(_read(path), f"{_KEY_FILE}={path}")
     raise ConfigurationError(
