@@ -78,13 +78,6 @@ class StepHandle:
     def __setitem__(self, key: Any, value: Any) -> None:
         raise UnsupportedFeatureError(_CHANGED)
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> type[Any]:  # for isinstance(); type() is that of the handle
-        return type(self.read())
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return StepHandle, (self.loader, self.epoch, self.index)
-
     def __getitem__(self, key: Any) -> Any:
         return self.read()[key]
 

@@ -416,8 +416,9 @@ class MicrobatchChanges:
         """Repeats effects of an :meth:`outside` block, which hold for all micro-batches."""
         for effect in pickle.loads(note) if note else ():
             if isinstance(effect, Append):
-                self._extend(effect, on_step=False)
+                self._extend(effect, on_step=True)
             elif self._tree.has(effect.cell_key):
+                self._remember(effect.cell_key)
                 self._tree.put(effect.cell_key, self._load(effect.packed, self._tree))
                 self._forget([effect.cell_key])
 
