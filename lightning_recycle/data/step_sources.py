@@ -75,6 +75,9 @@ class StepHandle:
         if seen != now:
             raise UnsupportedFeatureError(_CHANGED)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return tuple.__getitem__, ((self.read(),), 0)  # what keeps a batch is sent with that
+
     def __setitem__(self, key: Any, value: Any) -> None:
         raise UnsupportedFeatureError(_CHANGED)
 

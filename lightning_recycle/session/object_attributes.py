@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.hooks import RemovableHandle
 
+from lightning_recycle.data.step_sources import StepHandle
 from lightning_recycle.model.layers import AbsentLayer
 from lightning_recycle.model.recorded_module import RecordedModule
 from lightning_recycle.pickling import written_class
@@ -181,7 +182,7 @@ def _is_python(kind: type[Any]) -> bool:
 
 def is_own(value: Any) -> bool:
     """Whether ``value`` is part of its process: this package's, or a terminal's bar."""
-    own = type(value).__module__.startswith("lightning_recycle.") and not isinstance(value, type)
+    own = type(value).__module__.startswith("lightning_recycle.") and not isinstance(value, (type, StepHandle))
     shows = any(base.__module__.partition(".")[0] in _SHOWING for base in type(value).__mro__)
     return isinstance(value, AbsentLayer) or shows or (own and not isinstance(value, nn.Module))
 

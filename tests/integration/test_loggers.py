@@ -84,7 +84,6 @@ class Tells(L.LightningModule):
 
 @pytest.mark.parametrize("lost", [None, 0])
 def test_what_a_step_tells_a_logger_is_written_once(tmp_path, lost):
-    """Not by each micro-batch, and whichever worker runs it; a repeated step or a new leader repeats no row."""
     faults = [] if lost is None else [Fault("kill", lost, 0, 3, at="reduce")]
     logger = CSVLogger(tmp_path, version=0)
     run = trainer(2, 1, faults, {"num_microbatches": 2}, logger=logger, max_epochs=1, max_steps=-1)

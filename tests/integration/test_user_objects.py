@@ -171,6 +171,9 @@ class Relabels(L.Callback):
     def __init__(self, data: TensorDataset, seen: list[int], epochs: dict[str, int]) -> None:
         self.data, self.seen, self.kept, self.epochs = data, seen, seen, epochs
 
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, _: int) -> None:
+        self.batch = batch
+
     def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
         samples, labels = self.data.tensors
         self.data.tensors = (samples, labels + 1)
@@ -186,7 +189,6 @@ class PlainOnFirst(Plain):
 
 @pytest.mark.parametrize("lost", [None, 0, 1])
 def test_what_hooks_put_in_the_place_of_an_object_leaves_that_as_it_was(lost):
-    """Whatever holds the old one; also where only replacements are left, which got theirs from a peer."""
     samples, labels = torch.randn(SAMPLES, 4, dtype=torch.float64), torch.zeros(SAMPLES, dtype=torch.int64)
     data, seen, epochs = TensorDataset(samples, labels), [], {}
     callback = Relabels(data, seen, epochs)
@@ -199,6 +201,7 @@ def test_what_hooks_put_in_the_place_of_an_object_leaves_that_as_it_was(lost):
     assert labels.eq(0).all()
     assert data.tensors[1].eq(EPOCHS).all()
     assert callback.seen == callback.kept == [0, 1, 2, 3]
+    assert [tuple(part.shape) for part in callback.batch] == [(8, 4), (8,)]
     assert callback.kept is seen
     assert callback.epochs is epochs == {"last": 3}
 
