@@ -98,7 +98,8 @@ class CheckpointOptions(OptionGroup):
             the next step boundary. With True it is where Lightning keeps those of preempted jobs, ``hpc_ckpt_N.ckpt``
             in the Trainer's ``default_root_dir``, so that ``fit(ckpt_path="hpc")`` resumes it; a path names the file. A
             second signal ends the run at once.
-        signal_timeout: seconds for such a checkpoint; then the run ends without it.
+        signal_timeout: seconds for such a checkpoint, then the run ends without it; and for a checkpoint in the
+            background to wait for the one before, then it is skipped.
         on_checkpoint_error: when a checkpoint cannot be written, such as on a full disk: "warn", or "raise" an error
             that ends the run. The error is :class:`~lightning_recycle.errors.CheckpointError`. Earlier files are kept.
         gather_result: whether the launching process has the trained weights and optimizers after ``fit``. "auto": yes,
