@@ -110,7 +110,7 @@ class CountedRegression(Regression):
 
     @torch.no_grad()
     def on_train_epoch_end(self) -> None:
-        self(torch.ones(2, 8, dtype=torch.float64))
+        self(torch.ones(2, 8, dtype=torch.float64, device=self.device))
 
 
 @pytest.mark.parametrize("victim", sampled([None, 0, 1, 2, 3], 2))
