@@ -188,7 +188,7 @@ class ObjectGraph:
             if id(value) in self._names or id(value) in self._paths:
                 continue
             if isinstance(value, (Tensor, np.ndarray)):
-                if not is_weight(path):
+                if not is_weight(path) and not isinstance(value, nn.Parameter):  # torch moves none with weak references
                     self.values[path] = value
             elif path in self._roots or (is_node(value) and not isinstance(value, self._bound)):
                 self._nodes[path], self._paths[id(value)] = value, path
@@ -197,10 +197,11 @@ class ObjectGraph:
                     state.pop("state", None)  # it is written in each step: data that stays the same is elsewhere
                 waiting += [(f"{path}.{name}", item) for name, item in reversed(state.items())]
             elif type(value) in _CONTAINERS and len(value) <= _LOOKS_INTO:
-                if type(value) is not tuple and not path.endswith(_TABLES):
+                items = list(value.items() if isinstance(value, dict) else enumerate(value))
+                holds_weakly = any(isinstance(item, ref) for _, item in items)  # to parameters, as torch's RNNs
+                if type(value) is not tuple and not holds_weakly and not path.endswith(_TABLES):
                     self.values[path] = value
-                items = value.items() if isinstance(value, dict) else enumerate(value)
-                waiting += [(f"{path}[{key!r}]", item) for key, item in reversed(list(items))]
+                waiting += [(f"{path}[{key!r}]", item) for key, item in reversed(items)]
 
     @cached_property
     def large(self) -> dict[Path, Any]:
