@@ -241,7 +241,7 @@ def _parser() -> argparse.ArgumentParser:
         usage="recycle-run [options] [--] python train.py [arguments]",
         statuses={
             0: "the run finished, or the script ended without one",
-            1: "or another one of the script: it failed",
+            1: "the script failed; or with its own status",
             69: "the coordinator was lost",
             75: "the run ended otherwise",
             137: "its workers were killed, by SIGKILL or another signal",

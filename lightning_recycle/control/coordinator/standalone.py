@@ -302,7 +302,7 @@ def _parser() -> argparse.ArgumentParser:
         statuses={
             0: "every run finished",
             1: "one did not",
-            143: "SIGTERM, as 130 Ctrl-C, in a run or before the first; between two runs as above",
+            143: "SIGTERM in a run or before the first (130: Ctrl-C); between two runs 0 or 1",
         },
         variables=("KEY", "KEY_FILE", "HTTP", "LOG", "NODE"),
     )
