@@ -34,7 +34,7 @@ Options of the Trainer: [Trainer flags](trainer_flags.md); of commands, and envi
 _CLASSES: dict[type[Any], tuple[str, str]] = {
     lightning_recycle.ReCycleStrategy: (
         "[Choosing a grid](choosing_a_grid.md), [Several stages](several_stages.md), "
-        "[Models larger than a device](tensor_parallelism.md)",
+        "[Tensor parallelism and FSDP2](tensor_parallelism.md)",
         "",
     ),
     lightning_recycle.PlanningOptions: (

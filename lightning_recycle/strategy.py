@@ -74,20 +74,19 @@ class ReCycleStrategy(ParallelStrategy):
     number ``grid_rank``, which is ``d * S + s``.
 
     Args:
-        pipeline_parallel_size: the number S of stages of a pipeline. By default 2 when the number of devices is even
-            and at least 4, else 1; and 1 for a LightningModule that is no PipelineModule, unless ``layers`` names its
-            layers.
-        num_microbatches: the number M of micro-batches of a pipeline and step. By default 1 with one stage, else 2 * S,
-            or the largest divisor of the batch size up to that, if it is known.
+        pipeline_parallel_size: the number S of stages of a pipeline; by default 1, and 2 for a PipelineModule or with
+            ``layers`` if the number of devices is even and at least 4.
+        num_microbatches: the number M of micro-batches of a pipeline and step; by default 1 with one stage, else 2 * S
+            or the largest smaller divisor of the batch size, if that is known.
         tensor_parallel_size: the number of processes that hold each position of the grid together. ``configure_model``
             makes layers parallel over ``self.device_mesh["tensor_parallel"]``, as for Lightning's
             ``ModelParallelStrategy``.
         fsdp_size: the number of parts into which ``fully_shard`` divides the layers of a position. ``configure_model``
             calls it with ``mesh=self.device_mesh["data_parallel"]``. A position has ``tensor_parallel_size`` times as
             many processes. ``batch_size`` and ``trainer.world_size`` count these parts as pipelines.
-        layers: the layers of an ordinary LightningModule that are distributed over stages. The path of an
-            ``nn.Sequential`` or ``nn.ModuleList``, such as ``"model.layers"``, or a list of paths in the order in which
-            ``training_step`` calls them; by default the container that holds most of the parameters.
+        layers: the layers of an ordinary LightningModule that are distributed over stages; by default the
+            ``nn.Sequential`` or ``nn.ModuleList`` that holds most of the parameters. A path such as ``"model.layers"``,
+            or a list of paths in the order in which ``training_step`` calls them.
         seed: the seed of all randomness; by default the one given to ``seed_everything``, else 0.
         engine: where the workers run: "local", on this machine; "ray", on a Ray cluster; or a
             :class:`~lightning_recycle.RayEngine` with resources for each.

@@ -51,19 +51,20 @@ class FaultInjectionCallback(pl.Callback):
     Args:
         faults: faults at exact points, or one. Each happens once, to the first process of its position, wherever it
             moves.
-        mtbf: mean seconds between two failures anywhere in the grid. Each worker fails at its first operation after a
-            random time, counted from its first operation; replacements draw again.
+        mtbf: mean seconds between two failures anywhere in the grid; by default there are none at random. Each
+            worker fails at its first operation after a random time, counted from its first operation; replacements draw
+            again.
         kinds: kinds of the failures at random and of the trace, drawn with equal probability: all but "slow" and
             "bitflip".
-        trace: the name of a shipped trace (see :func:`lightning_recycle.traces.available_traces`), or a path. At its
-            peak all workers are available, otherwise a proportional number; when that number falls, workers fail, see
-            :func:`~lightning_recycle.callbacks.faults.trace_faults`. Its clock starts when the run is launched;
-            what falls due before a worker's first operation does not hit it. Use ``kinds=("preempt",)`` for a cloud
-            that gives notice.
+        trace: the name of a shipped trace (see :func:`lightning_recycle.traces.available_traces`), or a path; by
+            default none. At its peak all workers are available, otherwise a proportional number; when that number
+            falls, workers fail, see :func:`~lightning_recycle.callbacks.faults.trace_faults`. Its clock starts when the
+            run is launched; what falls due before a worker's first operation does not hit it. Use
+            ``kinds=("preempt",)`` for a cloud that gives notice.
         time_scale: wall-clock seconds per second of the trace: 0.01 plays an hour in 36 s.
         seed: seed of the draws.
-        max_faults: the most failures at random or of the trace in the whole run. With ``mtbf``, the first ones drawn
-            for the initial workers count; replacements then do not fail.
+        max_faults: the most failures at random or of the trace in the whole run; by default no limit. With ``mtbf``,
+            the first ones drawn for the initial workers count; replacements then do not fail.
 
     Raises:
         ConfigurationError: for values that cannot work.

@@ -196,8 +196,8 @@ class VerificationOptions(OptionGroup):
     Args:
         on_corruption: for a worker that holds other bits than most of its peers: "evict" it, as if it had failed, or
             "raise" an error.
-        checksum_every: the number of steps between comparisons of parameters and optimizer states within a stage; 0 for
-            never. "auto": so many that this takes a thousandth of the time.
+        checksum_every: the number of steps between comparisons of parameters and optimizer states within a stage;
+            "auto" takes a thousandth of the time, 0 is never.
         verify: the share of the time, such as 0.01, for computing micro-batches of peers again to compare the bits; 0
             for never. Checks that fit into idle times do not count. For a PipelineModule whose layers are
             deterministic.

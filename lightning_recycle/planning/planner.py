@@ -149,27 +149,25 @@ class PlanningOptions(OptionGroup):
     Args:
         planner: the name of a planner, or an object with ``plan(problem)``. A solver is asked before the run only;
             plans for failures are then the heuristic's, or those of ``plan_library``.
-        plan_library: a directory in which plans are looked up, and stored. ``recycle-plan library=...`` fills one
-            before the run. Use it with a ``profile``: plans are found by their costs.
-        profile: a file with measured times of the model, for the costs of all plans, or "auto"; if it does not exist,
-            it is measured in the first steps and written. "auto" does that in every run, to ``profile.json`` in the
-            Trainer's ``default_root_dir``.
+        plan_library: a directory in which plans are looked up, and stored; by default none. ``recycle-plan
+            library=...`` fills one before the run. Use it with a ``profile``: plans are found by their costs.
+        profile: a file with measured times of the model, for the costs of all plans; by default each run measures its
+            own. If the file does not exist, it is measured in the first steps and written. "auto" does that in every
+            run, to ``profile.json`` in the Trainer's ``default_root_dir``.
         partition: the layers of each stage at first: equal numbers ("count"), or a list such as ``[3, 5, 4]``.
             ``RecoveryOptions(rebalance)`` moves them by their measured times.
-        split_backward: whether backwards are split, so that weight gradients fill idle slots. That takes processor
-            time. "auto" measures how much in the first steps, and splits only where the plan saves more; it decides
-            again at every change of the workers. Until then all are fused. With a ``plan_library``, as True.
-        staggered: whether a stage steps its optimizer as soon as its own gradient is complete, before other stages. The
-            next step then begins there while others finish this one. Costs a copy of the stage's parameters and of its
-            gradients. With ``16-mixed``, weights tied across stages, or clipping by norm where hooks look at what a
-            step left, every stage waits for all others nevertheless, as do plans. "auto": wherever the stages can, as
-            True; it is decided when the run begins.
-        memory: the memory of a worker that plans may use: "auto", a fraction, bytes, or "4 micro-batches". "auto" is
-            most of the device's memory, and on a CPU most of the worker's share of the machine's (or of its
-            container's). A float up to 1.0 is a fraction of that, an integer the bytes of all tensors of a worker. A
-            number of micro-batches limits those that a worker holds between F and W, without regard to bytes. The
-            workers measure in their second step what they need; until then a worker holds at most as many micro-batches
-            as in 1F1B.
+        split_backward: whether backwards are split, so that weight gradients fill idle slots; "auto" where the first
+            steps show that this pays. It takes processor time; "auto" splits only where the plan saves more, and
+            decides again at every change of the workers. Until then all are fused. With a ``plan_library``, as True.
+        staggered: whether a stage steps its optimizer as soon as its own gradient is complete, before other stages;
+            "auto" wherever the stages can. The next step then begins there while others finish this one. Costs a copy
+            of the stage's parameters and of its gradients. With ``16-mixed``, weights tied across stages, or clipping
+            by norm where hooks look at what a step left, every stage waits for all others nevertheless, as do plans.
+        memory: the memory of a worker that plans may use: "auto" for 90 % of it, a fraction such as 0.7, bytes, or "4
+            micro-batches". On a CPU it is the worker's share of the machine's (or of its container's). A float up to
+            1.0 is a fraction of that, an integer the bytes of all tensors of a worker. A number of micro-batches limits
+            those that a worker holds between F and W, without regard to bytes. The workers measure in their second step
+            what they need; until then a worker holds at most as many micro-batches as in 1F1B.
         activation_checkpointing: whether forwards may be computed again to save memory: "auto", where that makes the
             step shorter, or "never". A stage then keeps the input of a micro-batch instead of its activations, for as
             few micro-batches as needed. The result is the same.

@@ -90,10 +90,12 @@ class CheckpointOptions(OptionGroup):
     Args:
         save_distributed_checkpoint: whether a checkpoint is a folder to which each stage writes its part, instead of
             one file. ``python -m lightning.pytorch.utilities.consolidate_checkpoint`` turns such a folder into a file.
-        background: whether checkpoints are written while the training goes on. At the step boundary one worker of each
-            stage copies its state, and all go on. A checkpoint counts when it is complete. "auto": all wait only where
-            your ``on_save_checkpoint`` sees the state of the whole model; with True it sees that of a stage.
-        bandwidth: the most MB per second that a worker writes or sends for a checkpoint in the background.
+        background: whether checkpoints are written while the training goes on; "auto" unless your
+            ``on_save_checkpoint`` sees the state of the whole model. At the step boundary one worker of each stage
+            copies its state, and all go on. A checkpoint counts when it is complete. With True that hook sees the state
+            of a stage.
+        bandwidth: the most MB per second that a worker writes or sends for a checkpoint in the background; by default
+            no limit.
         save_on_signal: whether SIGTERM, SIGUSR1 or Ctrl-C to the launching process ends ``fit`` with a checkpoint at
             the next step boundary. With True it is where Lightning keeps those of preempted jobs, ``hpc_ckpt_N.ckpt``
             in the Trainer's ``default_root_dir``, so that ``fit(ckpt_path="hpc")`` resumes it; a path names the file. A
@@ -102,8 +104,8 @@ class CheckpointOptions(OptionGroup):
             background to wait for the one before, then it is skipped.
         on_checkpoint_error: when a checkpoint cannot be written, such as on a full disk: "warn", or "raise" an error
             that ends the run. The error is :class:`~lightning_recycle.errors.CheckpointError`. Earlier files are kept.
-        gather_result: whether the launching process has the trained weights and optimizers after ``fit``. "auto": yes,
-            but if they exceed 1 GB where workers are started by hand, they stay in the workers, and are in their
+        gather_result: whether the launching process has the trained weights and optimizers after ``fit``; "auto" unless
+            they exceed 1 GB where workers are started by hand. They then stay in the workers, and are in their
             checkpoints. False: they stay, whatever their size. True: they come, also to each worker that is started by
             hand.
 
