@@ -3,6 +3,7 @@
     .venv/bin/python benchmarks/overhead.py            # four sizes of the example GPT, twenty minutes
     .venv/bin/python benchmarks/overhead.py --quick    # one of them, about two minutes
     .venv/bin/python benchmarks/overhead.py --apart    # the smallest GPT, runs without pauses, about five minutes
+    .venv/bin/python benchmarks/overhead.py --only ordinary    # one stage, beside DDP, about eight minutes
 
 The first comparison is with other ways to train the same model on the same global batches, of data in memory:
 
@@ -15,7 +16,10 @@ The first comparison is with other ways to train the same model on the same glob
 All others have one torch thread per worker. On a machine with fewer cores than workers all compute the same at the same
 speed, and what differs is overhead; it says nothing about machines on which the workers do not share cores.
 
-The second is of our own features, each switched on against off (``FEATURES``): the staggered optimizer with its shadow,
+The second is of an ordinary LightningModule in 4 workers of one stage: DDP, ours, and ours with two micro-batches per
+worker, which survivors share more evenly.
+
+The third is of our own features, each switched on against off (``FEATURES``): the staggered optimizer with its shadow,
 kept on the device or on the host, against a commit of all stages together without one (goal: at most 3 % of a step); a
 module that overrides ``on_training_output``; the backward, always split. ``Shadow.update`` is also timed alone.
 
@@ -163,6 +167,25 @@ def _kilobytes(path: str, prefix: str) -> int:
     return sum(int(line.split()[1]) for line in lines if line.startswith(prefix))
 
 
+class OrdinaryGPT(L.LightningModule):
+    """The same model in one stage, as its steps are usually written."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        gpt = size.build()
+        gpt.materialize(range(len(gpt.layers)), SEED)
+        self.layers = nn.Sequential(*gpt.layers)
+
+    def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        tokens, targets = batch  # (batch, sequence), int64
+        loss = nn.functional.cross_entropy(self.layers(tokens).flatten(0, 1), targets.flatten())
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=3e-3)
+
+
 # ---------------------------------------------------------------------- ours
 
 
@@ -185,6 +208,16 @@ def run_strategy(plan: Plan, gate: Gate, watched: bool = False, **options: Any) 
         steps=plan.steps,
         callbacks=[Gatekeeper(plan, gate)],
     )
+    return float(trainer.callback_metrics["train_loss"])
+
+
+def run_ordinary(plan: Plan, gate: Gate, num_microbatches: int = 1) -> float:
+    """One fit of an ordinary module in one stage; returns the loss of its last step."""
+    batch_size = PIPELINES * plan.size.batch_size // WORKERS
+    loader = DataLoader(TensorDataset(*plan.size.data(plan.steps)), batch_size=batch_size)
+    strategy = ReCycleStrategy(num_microbatches=num_microbatches, seed=SEED)
+    module = OrdinaryGPT(plan.size)
+    trainer = fit(module, loader, strategy, devices=WORKERS, steps=plan.steps, callbacks=[Gatekeeper(plan, gate)])
     return float(trainer.callback_metrics["train_loss"])
 
 
@@ -303,16 +336,27 @@ def _flatten_gradients(parameters: list[nn.Parameter]) -> torch.Tensor:
 # ---------------------------------------------------------------------- Lightning without us
 
 
-def run_lightning(plan: Plan, gate: Gate, processes: int, threads: int = 1) -> float:
+def run_lightning(
+    plan: Plan, gate: Gate, processes: int, threads: int = 1, build: Callable[[Size], L.LightningModule] = Size.build
+) -> float:
     """One fit with Lightning's own strategies; returns the loss of its last step, the mean over all processes."""
     with socket.socket() as sock:  # free when the first process listens there, or all of them fail
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
-    arguments = [(rank, processes, port, plan, gate, threads) for rank in range(processes)]
+    arguments = [(rank, processes, port, plan, gate, threads, build) for rank in range(processes)]
     return run_processes(_lightning_worker, arguments)
 
 
-def _lightning_worker(rank: int, processes: int, port: int, plan: Plan, gate: Gate, threads: int, sender: Any) -> None:
+def _lightning_worker(
+    rank: int,
+    processes: int,
+    port: int,
+    plan: Plan,
+    gate: Gate,
+    threads: int,
+    build: Callable[[Size], L.LightningModule],
+    sender: Any,
+) -> None:
     quieten()
     torch.set_num_threads(threads)
     if processes > 1:  # as Lightning's launcher would set them, which starts the main script again
@@ -329,7 +373,7 @@ def _lightning_worker(rank: int, processes: int, port: int, plan: Plan, gate: Ga
     sampler = DistributedSampler(data, processes, rank, shuffle=False)  # Lightning's own would shuffle
     loader = DataLoader(data, batch_size=global_batch // processes, sampler=sampler)
     trainer = fit(
-        plan.size.build(),
+        build(plan.size),
         loader,
         "ddp" if processes > 1 else "auto",
         devices=processes,
@@ -387,6 +431,12 @@ ALTERNATIVES: dict[str, Side] = {
     f"alone, {CORES} threads": Side(lambda plan, gate: run_lightning(plan, gate, 1, CORES), workers=1),
 }
 
+ORDINARY: dict[str, Side] = {
+    "DDP": Side(lambda plan, gate: run_lightning(plan, gate, WORKERS, build=OrdinaryGPT)),
+    "ours": Side(run_ordinary),
+    "ours, 2 micro-batches": Side(lambda plan, gate: run_ordinary(plan, gate, 2)),
+}
+
 _FEATURE_SIDES: dict[str, Side] = {
     "default": Side(run_strategy),
     "not staggered": Side(lambda plan, gate: run_strategy(plan, gate, planning=PlanningOptions(staggered=False))),
@@ -395,6 +445,8 @@ _FEATURE_SIDES: dict[str, Side] = {
     "split": Side(lambda plan, gate: run_strategy(plan, gate, planning=PlanningOptions(split_backward=True))),
     "fused": Side(lambda plan, gate: run_strategy(plan, gate, planning=_FUSED)),
 }
+
+COMPARISONS = ("alternatives", "ordinary", "features")
 
 FEATURES: tuple[tuple[str, str, str, float | None], ...] = (
     ("staggered, shadow on the device", "default", "not staggered", GOAL),
@@ -476,26 +528,29 @@ def shadow_seconds(size: Size, stage: int, on_host: bool, repeats: int = 50) -> 
 # ---------------------------------------------------------------------- the tables
 
 
-def _alternatives_table(sizes: Sequence[Size], options: argparse.Namespace, rounds: int) -> Table:
-    grid = f"{PIPELINES} x {STAGES} workers, {MICROBATCHES} micro-batches"
+def _alternatives_table(
+    sides: Mapping[str, Side], grid: str, sizes: Sequence[Size], options: argparse.Namespace, rounds: int
+) -> Table:
+    """The first of ``sides`` is what the ratios are relative to."""
     table = Table(title=f"Fault-free, {grid}; {rounds} x {options.turns} turns; medians (quartiles); MiB per worker")
     headings = ("GPT", "side", "steps/s", "ratio", "cpu ms/step", "ratio", "state", "own", "peak")
     for heading in headings:
         table.add_column(heading, justify="left" if heading in ("GPT", "side") else "right")
     for size in sizes:
         plan = Plan(size, options.turns, options.warmup)
-        turns, memory = _play_apart(SIDES, plan, rounds) if options.apart else _play(ALTERNATIVES, plan, rounds)
+        turns, memory = (_play_apart if options.apart else _play)(sides, plan, rounds)
+        first, *_, last = sides
         for side, mine in turns.items():
-            pairs = list(zip(mine, turns["baseline"], strict=True))
+            pairs = list(zip(mine, turns[first], strict=True))
             table.add_row(
-                size.name if side == "baseline" else "",
+                size.name if side == first else "",
                 side,
                 f"{statistics.median(size.steps_per_turn / turn.seconds for turn in mine):.2f}",
                 ratio([base.seconds / turn.seconds for turn, base in pairs]),
                 f"{statistics.median(1e3 * turn.processor_seconds / size.steps_per_turn for turn in mine):.1f}",
                 ratio([turn.processor_seconds / base.processor_seconds for turn, base in pairs]),
                 *(f"{value / 2**20:.1f}" for value in asdict(memory[side]).values()),
-                end_section=side == list(ALTERNATIVES)[-1],
+                end_section=side == last,
             )
     return table
 
@@ -530,7 +585,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--turns", type=int, default=12, help="of each side per round")
     parser.add_argument("--warmup", type=int, default=10, help="steps at the start of a round that do not count")
     parser.add_argument("--sizes", nargs="*", default=[size.name for size in SIZES], help="which models")
-    parser.add_argument("--only", choices=("alternatives", "features"), help="one of the two comparisons")
+    parser.add_argument("--only", choices=COMPARISONS, help="one of the comparisons")
     parser.add_argument("--apart", action="store_true", help="five runs of each side, never two at once")
     options = parser.parse_args(arguments)
     if options.apart:
@@ -544,9 +599,13 @@ def main(arguments: list[str] | None = None) -> None:
     if options.quick:
         rounds, options.turns = 1, min(options.turns, 5)
 
-    if options.only != "features":
-        console.print(_alternatives_table(sizes, options, rounds))
-    if options.only != "alternatives":
+    wanted = [options.only] if options.only else COMPARISONS
+    if "alternatives" in wanted:
+        grid = f"{PIPELINES} x {STAGES} workers, {MICROBATCHES} micro-batches"
+        console.print(_alternatives_table(SIDES if options.apart else ALTERNATIVES, grid, sizes, options, rounds))
+    if "ordinary" in wanted:
+        console.print(_alternatives_table(ORDINARY, f"{WORKERS} workers of one stage", sizes, options, rounds))
+    if "features" in wanted:
         console.print(_features_table(SIZES[0] if options.quick else SIZES[1], options, rounds))
     console.print(f"{time.monotonic() - began:.0f} s. {describe_machine()}", highlight=False)
 

@@ -76,8 +76,8 @@ class ReCycleStrategy(ParallelStrategy):
     Args:
         pipeline_parallel_size: the number S of stages of a pipeline; by default 1, and 2 for a PipelineModule or with
             ``layers`` if the number of devices is even and at least 4.
-        num_microbatches: the number M of micro-batches of a pipeline and step; by default 1 with one stage, else 2 * S
-            or the largest smaller divisor of the batch size, if that is known.
+        num_microbatches: the number M of micro-batches of a pipeline and step; by default 1 with one stage, else 2 S or
+            the largest smaller divisor of the batch size, if that is known.
         tensor_parallel_size: the number of processes that hold each position of the grid together. ``configure_model``
             makes layers parallel over ``self.device_mesh["tensor_parallel"]``, as for Lightning's
             ``ModelParallelStrategy``.
@@ -225,10 +225,12 @@ class ReCycleStrategy(ParallelStrategy):
 
     @property
     def grid(self) -> Grid:
+        """Pipelines, stages and micro-batches; only in a worker."""
         return self.session.grid
 
     @property
     def worker(self) -> Worker:
+        """This worker's position; only in a worker."""
         return self.session.worker
 
     @property
@@ -498,7 +500,7 @@ class ReCycleStrategy(ParallelStrategy):
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        return tensor[None] if self._session is None else self._session.collectives.all_gather(tensor, sync_grads)
+        return tensor[None] if self._session is None else self._session.all_gather(tensor, sync_grads)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

@@ -151,6 +151,7 @@ def crashes_reported(client: ControlClient, shows: bool = False) -> Any:
     try:
         yield
     except BaseException as error:
+        _explain(error)
         with readers_may_die():  # otherwise the process could end without a word
             # A worker that has not entered yet cannot end the run: no member has met this error.
             fault = isinstance(error, (InjectedFaultError, ControlPlaneError)) or client.is_joining
@@ -166,6 +167,15 @@ def crashes_reported(client: ControlClient, shows: bool = False) -> Any:
             if not fault:
                 client.finish_saves()
         sys.exit(status)
+
+
+def _explain(error: BaseException) -> None:
+    """Adds to an error of torch that this strategy's workers have no process group."""
+    if "Default process group has not been initialized" in str(error) and hasattr(error, "add_note"):  # Python 3.11
+        error.add_note(
+            "ReCycleStrategy's workers have no process group of torch.distributed. What self.log and torchmetrics get"
+            " is gathered from all workers; in hooks outside of steps self.all_gather() works."
+        )
 
 
 _T = TypeVar("_T")

@@ -513,6 +513,19 @@ class MicrobatchChanges:
         self._tree.absorb()
         self.by_microbatch = by_microbatch
 
+    def kept_numbers(self, if_alike: bool) -> list[str]:
+        """Names of the numbers that micro-batches have changed differently.
+
+        With ``if_alike`` also those that all have changed alike, but not in buffers (BatchNorm's counter).
+        """
+        alike = (key for key in self._equal_keys if if_alike and key[0][1] != "buffers")
+        values = {name_of(key): self._tree.get(key) for key in {*self.by_microbatch, *alike} if self._tree.has(key)}
+        return sorted(
+            name
+            for name, value in values.items()
+            if (isinstance(value, Tensor) and value.numel() == 1) or type(value) in (int, float)
+        )
+
     # ------------------------------------------------------------------ what stages and pipelines have in common
 
     def shares(self) -> dict[str, bytes]:

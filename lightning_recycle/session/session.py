@@ -83,6 +83,7 @@ class Session:
         self._whole_forward: WholeForward | None = None
         self._dataloader_idx = 0  # of the current evaluation
         self._has_warned = False  # of copies that differ
+        self._has_warned_of_numbers = False
         self._follow_leader()
 
     @property
@@ -238,12 +239,35 @@ class Session:
             microbatch_changes.load_shares(shares.get(place.pipeline, next(iter(shares.values()))))
 
     def reduce(self, tensor: Any, reduce_op: Any) -> Any:
-        """Combines ``tensor`` of all workers; shares in attributes of steps are added."""
+        """Combines ``tensor`` of all workers; adds shares of evaluations in attributes."""
         shares = lists = False
         if self._steps is not None:
             microbatch_changes = self._steps.recorder.microbatch_changes
             shares, lists = microbatch_changes.keeps_shares, bool(microbatch_changes.names)
+        self._warn_of_kept_numbers(if_alike="sum" in str(reduce_op).lower())
         return self.collectives.reduce(tensor, reduce_op, shares, lists)
+
+    def all_gather(self, tensor: torch.Tensor, sync_grads: bool) -> torch.Tensor:
+        """A row for each live worker."""
+        self._warn_of_kept_numbers()
+        return self.collectives.all_gather(tensor, sync_grads)
+
+    def _warn_of_kept_numbers(self, if_alike: bool = False) -> None:
+        """Warns once that no worker has its own share of what training steps keep.
+
+        ``if_alike``: also if micro-batches change it alike.
+        """
+        if self._has_warned_of_numbers or self._steps is None or not self.trainer.training:
+            return
+        kept = self._steps.recorder.microbatch_changes.kept_numbers(if_alike)
+        if kept:
+            self._has_warned_of_numbers = True
+            rank_zero_warn(
+                "A value is combined over workers (sync_dist=True, all_gather), and training steps change"
+                f" {', '.join(kept)}. What training steps keep is the same on all workers, as one micro-batch left it,"
+                " so no combination of it is that of the whole batch. Log sums in the step, self.log(...,"
+                " reduce_fx='sum'), or append to a list in an attribute, which is whole on every worker."
+            )
 
     # ------------------------------------------------------------------ evaluation
 

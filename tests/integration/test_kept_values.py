@@ -1,6 +1,7 @@
 """Whatever a step changes in its module begins for each micro-batch as at the step's beginning, whoever runs it."""
 
 import random
+import re
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -278,3 +279,13 @@ def test_a_first_call_that_initialises_weights_is_refused_with_a_remedy(stages, 
     words = r"layers\.\d\.(scale|shift) requires a gradient.*one call of the module"
     with pytest.raises(UnsupportedFeatureError, match=words):
         train(lambda: Net(ActNorm()), stages, microbatches)
+
+
+class Summed(Clamps):
+    def on_train_epoch_end(self) -> None:
+        self.log("calls", float(self.calls), sync_dist=True, reduce_fx="sum")
+
+
+def test_a_sum_over_workers_of_what_training_steps_count_is_warned_of(capfd):
+    train(lambda: Summed("not"), 1, 1)
+    assert re.findall("training steps change (.*?)[.]", capfd.readouterr().err) == ["calls"]

@@ -234,7 +234,12 @@ def _tell(terms: RunConfig, outcome: Outcome, with_traceback: bool) -> None:
     if isinstance(outcome, Finished):
         log.info("The run finished.")
     elif isinstance(outcome, StageLost):
-        log.error("All replicas of stage %d are lost: %s", outcome.stage, dict(outcome.causes))
+        log.error(
+            "All replicas of stage %d are lost: %s. Workers that are started again run the script from its beginning;"
+            " trainer.fit(..., ckpt_path='last') then resumes from the newest checkpoint.",
+            outcome.stage,
+            dict(outcome.causes),
+        )
     elif isinstance(outcome, Crashed):
         crash = outcome.crash
         name = terms.positions.name(crash.rank)
