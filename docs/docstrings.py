@@ -51,9 +51,11 @@ def _with_tables(text: str) -> str:
 
 
 class AsMarkdown(griffe.Extension):
-    """Translates every docstring as it is read."""
+    """Translates every docstring as it is read, and shows ``option(1.0, ...)`` as the default that it is."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         """Called by griffe with each module, class, function and attribute."""
         if obj.docstring is not None:
             obj.docstring.value = as_markdown(obj.docstring.value)
+        if isinstance(obj, griffe.Attribute) and str(obj.value).startswith("option("):
+            obj.value = obj.value.arguments[0]  # type: ignore[union-attr]  # of a call

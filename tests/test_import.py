@@ -259,10 +259,9 @@ PRIVATE = {
 
 
 def listed(heading: str) -> list[str]:
-    """The modules of the first table below ``heading`` in docs/architecture.md, as paths in the package."""
+    """The modules in the first paragraph below ``heading`` in docs/architecture.md, as paths in the package."""
     page = (ROOT / "docs" / "architecture.md").read_text()
-    table = page.partition(heading)[2].partition("\n|")[2].partition("\n\n")[0]
-    return re.findall(r"^\| `([\w/]+\.py)` \|", table, re.MULTILINE)
+    return re.findall(r"`([\w/]+\.py)`", page.partition(heading)[2].strip().partition("\n\n")[0])
 
 
 @pytest.mark.parametrize(

@@ -67,10 +67,10 @@ class RecoveryOptions(OptionGroup):
     Args:
         max_restarts: how many lost workers are replaced by new processes in the whole run; 0 for none. A replacement
             gets its state from a peer. Workers that a cluster manager starts are replaced by that.
-        on_stage_lost: when no worker holds a stage any more, "raise" StageLostError, or "restart" from the newest
-            checkpoint. A restart uses all devices that are left: at most ``max_restarts`` times from the same
-            checkpoint, or 10 times if that is 0, and twice if that ends in the same step. "auto": "restart" if the
-            Trainer has a callback that writes checkpoints and one is there, as the run says when it begins.
+        on_stage_lost: when no worker holds a stage any more, "raise" StageLostError, "restart" from the newest
+            checkpoint, or "auto": restart if the Trainer writes checkpoints. A restart uses all devices that are left:
+            at most ``max_restarts`` times from the same checkpoint, or 10 times if that is 0, and twice if that ends in
+            the same step. The run says at its beginning what "auto" means there.
         rebalance: when layers move between stages: "auto", where that pays until the next expected failure; "always";
             or "never". The step must get at least 5 % shorter, also with "always". What has been measured decides, from
             the tenth step on, and again whenever workers are lost or return.
