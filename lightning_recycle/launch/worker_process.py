@@ -151,7 +151,7 @@ def crashes_reported(client: ControlClient, shows: bool = False) -> Any:
     try:
         yield
     except BaseException as error:
-        _explain(error)
+        explain(error)
         with readers_may_die():  # otherwise the process could end without a word
             # A worker that has not entered yet cannot end the run: no member has met this error.
             fault = isinstance(error, (InjectedFaultError, ControlPlaneError)) or client.is_joining
@@ -169,7 +169,7 @@ def crashes_reported(client: ControlClient, shows: bool = False) -> Any:
         sys.exit(status)
 
 
-def _explain(error: BaseException) -> None:
+def explain(error: BaseException) -> None:
     """Adds to an error of torch that this strategy's workers have no process group."""
     if "Default process group has not been initialized" in str(error) and hasattr(error, "add_note"):  # Python 3.11
         error.add_note(

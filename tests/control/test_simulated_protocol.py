@@ -156,11 +156,7 @@ def test_every_promise_holds_when_the_run_begins_with_fewer_workers(
 MEETS_WITH_MEMBERS = {"a stage ahead in part", "rejoined", "released"}
 
 
-@pytest.mark.parametrize(
-    "more",
-    [{}, {"ends": True}, {"strays": True}, {"kills": True, "stops": True}],
-    ids=named,
-)
+@pytest.mark.parametrize("more", [{}, {"ends": True}, {"strays": True}, {"kills": True, "stops": True}], ids=named)
 @over(SAMPLE_OF_MEMBERS)
 def test_every_promise_holds_where_positions_have_two_members(histories: range, more: dict[str, bool]) -> None:
     met = play(histories, members=2, plans_late=True, **more)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_recycle.launch.worker_payload import dump_exception, from_users_code
-from lightning_recycle.launch.worker_process import retry_connecting
+from lightning_recycle.launch.worker_process import explain, retry_connecting
 from lightning_recycle.runtime.machine_errors import suspicion_of
 from lightning_recycle.runtime.stage import Stage
 from lightning_recycle.session.configuration import check_optimizers
@@ -203,3 +203,11 @@ def test_members_of_a_group_are_shown_likewise():
     assert "in users_inner" in text
     assert "outside_worker.py" not in text
     assert "container.py" not in text
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
+def test_torchs_error_without_a_process_group_says_that_there_is_none():
+    with pytest.raises(ValueError, match="process group") as caught:
+        torch.distributed.get_world_size()
+    explain(caught.value)
+    assert caught.value.__notes__[0].startswith("ReCycleStrategy's workers have no process group")

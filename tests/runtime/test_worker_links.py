@@ -19,12 +19,7 @@ import pytest
 from support.strangers import attack, knock
 from support.waiting import PATIENCE, wait_for
 
-from lightning_recycle.control.network.connection import (
-    GREETING_BYTES,
-    PROOF_BYTES,
-    Handshake,
-    Role,
-)
+from lightning_recycle.control.network.connection import GREETING_BYTES, PROOF_BYTES, Handshake, Role
 from lightning_recycle.runtime import worker_links
 from lightning_recycle.runtime.worker_links import Connecting, Gate, Link, NoAnswerError
 

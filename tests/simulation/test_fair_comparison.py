@@ -6,12 +6,7 @@ import pytest
 
 from lightning_recycle import simulation as sim
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.simulation.policy import (
-    MEASURED_AGREEMENT,
-    agreement_seconds,
-    best_interval,
-    checkpoint_costs,
-)
+from lightning_recycle.simulation.policy import MEASURED_AGREEMENT, agreement_seconds, best_interval, checkpoint_costs
 
 MEDIUM, LARGE = sim.get_model("gpt3_medium"), sim.get_model("gpt3_6_7b")
 KINDS = (
@@ -97,10 +92,7 @@ def test_all_policies_share_settings_and_defaults() -> None:
     for kind in KINDS:
         own = {name: getattr(kind(), name) for name in SHARED}
         different = {name for name in SHARED if own[name] != usual[name]}
-        allowed = {
-            **{key: {"schedule"} for key in (sim.Auto, sim.Recycle)},
-            sim.Varuna: {"restart"},
-        }
+        allowed = {**{key: {"schedule"} for key in (sim.Auto, sim.Recycle)}, sim.Varuna: {"restart"}}
         assert different == allowed.get(kind, set()), kind
 
 
