@@ -517,7 +517,7 @@ def _folder_for_results() -> Iterator[str | None]:
 def error_of(outcome: Any, positions: Positions, history: Sequence[Event], remedy: str | None = None) -> BaseException:
     """The exception for ``outcome``, with ``remedy`` for a lost stage."""
     if isinstance(outcome, StageLost):
-        causes = "; ".join(f"worker {positions.name(rank)}: {cause}" for rank, cause in sorted(outcome.causes.items()))
+        causes = outcome.causes_in(positions)
         if not any(event.kind in ("step", "resumed") for event in history):
             return WorkerStartError(
                 f"The workers of stage {outcome.stage} ended before training began ({causes}). See their output above;"

@@ -235,10 +235,10 @@ def _tell(terms: RunConfig, outcome: Outcome, with_traceback: bool) -> None:
         log.info("The run finished.")
     elif isinstance(outcome, StageLost):
         log.error(
-            "All replicas of stage %d are lost: %s. Workers that are started again run the script from its beginning;"
+            "All replicas of stage %d are lost (%s). Workers that are started again run the script from its beginning;"
             " trainer.fit(..., ckpt_path='last') then resumes from the newest checkpoint.",
             outcome.stage,
-            dict(outcome.causes),
+            outcome.causes_in(terms.positions),
         )
     elif isinstance(outcome, Crashed):
         crash = outcome.crash

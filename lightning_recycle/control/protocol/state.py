@@ -169,6 +169,10 @@ class StageLost:
     stage: int
     causes: Mapping[int, str]
 
+    def causes_in(self, positions: Positions) -> str:
+        """``causes`` for people, by position."""
+        return "; ".join(f"worker {positions.name(rank)}: {cause}" for rank, cause in sorted(self.causes.items()))
+
 
 @dataclass(frozen=True, slots=True)
 class Crashed:
