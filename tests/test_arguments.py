@@ -105,10 +105,7 @@ def test_a_single_choice_is_named_without_a_question() -> None:
         (lambda: PlanningOptions(split_backward=2), "split_backward=2"),  # type: ignore[arg-type]
         (lambda: PlanningOptions(split_backward="ture"), r"or False. Did you mean True\?$"),  # type: ignore[arg-type]
         (lambda: PlanningOptions(partition=[3, 0]), r"PlanningOptions\(partition=\[3, 0\]\): use 'count', or"),
-        (
-            lambda: PlanningOptions(planner="highs2"),
-            r"^PlanningOptions\(planner='highs2'\): .*Did you mean 'highs'\?$",
-        ),
+        (lambda: PlanningOptions(planner="highs2"), r"^PlanningOptions\(planner='highs2'\): .*Did you mean 'highs'\?$"),
         (lambda: VerificationOptions(on_corruption="evicted"), r"Did you mean 'evict'\?$"),  # type: ignore[arg-type]
         (lambda: RecoveryOptions(on_stage_lost="Restart"), r"Did you mean 'restart'\?$"),  # type: ignore[arg-type]
         (lambda: CheckpointOptions(gather_result="autp"), r"Did you mean 'auto'\?$"),  # type: ignore[arg-type]

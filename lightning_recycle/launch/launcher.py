@@ -51,7 +51,13 @@ from lightning_recycle.errors import (
     WorkerStartError,
 )
 from lightning_recycle.launch.ray_workers import RayWorkerGroup, free_slots, needs_of_worker
-from lightning_recycle.launch.resume_and_restart import RestartPolicy, folders_of_saves, newest_saved, settle_checkpoint
+from lightning_recycle.launch.resume_and_restart import (
+    RestartPolicy,
+    choose_last,
+    folders_of_saves,
+    newest_saved,
+    settle_checkpoint,
+)
 from lightning_recycle.launch.run_preparation import ConfiguredStrategy, PreparedRun, TrainerCall, prepare
 from lightning_recycle.launch.run_results import WHY_NO_WEIGHTS, MissingWeightsGuard, take_results
 from lightning_recycle.launch.worker_group import LocalWorkerGroup, WorkerGroup
@@ -350,7 +356,7 @@ class SupervisorLauncher:
         run = prepare(call, self._strategy, outside, self._has_run)
         if outside is None:
             return self._supervise(run)
-        returned = run_outside(outside, run)
+        returned = run_outside(outside, replace(run, call=choose_last(run.call)))
         self._interrupted = False
         self._note_missing_weights(trainer, is_one_stage=True)
         return returned

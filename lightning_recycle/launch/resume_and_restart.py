@@ -1,8 +1,8 @@
 """Checkpoint from which a run starts, and restarts after the loss of a stage.
 
 The checkpoint is chosen and checked once, so that all workers read the same file. "last" and "hpc" mean the newest
-undamaged one; if the user named it, or it is the best one, damage is an error. Outside this machine's file systems, it
-must exist; files of the user's own CheckpointIO are taken unchecked.
+undamaged one, "last" also of those that a signal asked for; if the user named it, or it is the best one, damage is an
+error. Outside this machine's file systems, it must exist; files of the user's own CheckpointIO are taken unchecked.
 
 A restart starts a process on every device that the engine has. Where devices are missing, positions are vacant, or with
 several members per position the grid has fewer pipelines.
@@ -73,6 +73,12 @@ def settle_checkpoint(call: TrainerCall) -> TrainerCall:
         internals.set_checkpoint_path(trainer, settled)
         return call
     return call.from_checkpoint(settled)
+
+
+def choose_last(call: TrainerCall) -> TrainerCall:
+    """The call of an outside worker with the path of "last"; unread, as all of them would read it."""
+    lasts = _lasts(call.trainer) if call.arguments.get("ckpt_path") == "last" else set()
+    return call.from_checkpoint(newest_first(lasts)[0]) if lasts else call
 
 
 # A save that was begun may have been completed without a report of it.
@@ -181,28 +187,49 @@ def _newest_last(trainer: pl.Trainer) -> Path | None:
 
     None if there is none, or outside this machine's file systems. Raises CheckpointError if all are damaged.
     """
-    lasts: set[Path] = set()
+    lasts = _lasts(trainer)
+    if not lasts:
+        return None
+    checkpoint_io = trainer.strategy.checkpoint_io
+    folders = {path.parent for path in lasts if not JOB_CHECKPOINT.fullmatch(path.name)}
+    others = {path for folder in folders for path in checkpoints_beside(folder / _ANY_NAME)} - lasts
+    newest = _first_undamaged([*newest_first(lasts), *newest_first(others)], checkpoint_io)
+    if newest is None:
+        where = ", ".join(sorted({str(path.parent) for path in lasts}))
+        raise CheckpointError(
+            f"ckpt_path='last': every checkpoint in {where} is damaged, as the warnings say. Delete them to start"
+            " from the beginning."
+        )
+    return newest
+
+
+def _lasts(trainer: pl.Trainer) -> set[Path]:
+    """Lightning's last checkpoints, and those of runs that a signal has ended.
+
+    Empty if a callback writes outside of this machine's file systems.
+    """
+    lasts = _signal_checkpoints(trainer)
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
             folder = local_path(internals.checkpoint_folder(callback, trainer))
             if folder is None:
-                return None
+                return set()
             if folder.is_dir():
                 renamed = [path for path in waiting_aside(folder) if path.suffix == callback.FILE_EXTENSION]
                 lasts |= {path for path in renamed if path.name.startswith(callback.CHECKPOINT_NAME_LAST)}
                 lasts |= {Path(path) for path in internals.last_checkpoints(callback, trainer)}
-    if not lasts:
-        return None
-    checkpoint_io = trainer.strategy.checkpoint_io
-    others = {path for folder in {p.parent for p in lasts} for path in checkpoints_beside(folder / _ANY_NAME)} - lasts
-    newest = _first_undamaged([*newest_first(lasts), *newest_first(others)], checkpoint_io)
-    if newest is None:
-        folders = ", ".join(sorted({str(path.parent) for path in lasts}))
-        raise CheckpointError(
-            f"ckpt_path='last': every checkpoint in {folders} is damaged, as the warnings say. Delete them to start"
-            " from the beginning."
-        )
-    return newest
+    return lasts
+
+
+def _signal_checkpoints(trainer: pl.Trainer) -> set[Path]:
+    """What runs with the options of ``trainer`` have saved at a signal."""
+    setting = trainer.strategy.options.checkpoints.save_on_signal  # type: ignore[attr-defined]
+    if not isinstance(setting, bool):
+        return {path for path in [local_path(setting)] if path is not None and path.exists()}
+    root = local_path(trainer.default_root_dir)
+    if not (setting or internals.requeues(trainer)) or root is None or not root.is_dir():
+        return set()
+    return {path for path in root.iterdir() if JOB_CHECKPOINT.fullmatch(path.name)}
 
 
 def _check_or_replace(path: Any, checkpoint_io: CheckpointIO, take_older: bool) -> Any:

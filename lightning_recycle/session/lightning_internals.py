@@ -14,7 +14,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.load import _METADATA_FILENAME
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
@@ -523,9 +523,10 @@ def last_checkpoints(callback: ModelCheckpoint, trainer: pl.Trainer) -> set[str]
     return callback._find_last_checkpoints(trainer)
 
 
-def cluster_environment_of(trainer: pl.Trainer) -> ClusterEnvironment:
-    """The cluster environment of this process."""
-    return trainer._accelerator_connector.cluster_environment
+def requeues(trainer: pl.Trainer) -> bool:
+    """Whether SLURM may run this job again, resuming from its checkpoint."""
+    environment = trainer._accelerator_connector.cluster_environment
+    return isinstance(environment, SLURMEnvironment) and environment.auto_requeue
 
 
 class SignalHandlers:

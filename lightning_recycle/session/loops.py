@@ -357,18 +357,19 @@ class PipelineFitLoop(_FitLoop):
                 loader.load_state_dict(state)
 
     def _compare_batch_sizes(self) -> None:
-        """Warns if the epoch of a checkpoint goes on with batches of another size."""
+        """Warns if the training of a checkpoint goes on with batches of another size."""
         before, self._batch_size_to_load = self._batch_size_to_load, None
         now, progress = self.runner.loaders.global_batch_size, self.epoch_loop.batch_progress
-        if not before or not now or before == now or not progress.current.ready or progress.is_last_batch:
+        if not before or not now or before == now or not self.trainer.is_global_zero:
             return
-        if self.trainer.is_global_zero:
-            log.warning(
-                "The checkpoint is from the middle of an epoch with global batches of %d samples, and those of this run"
-                " have %d: it goes on after %d batches of its own size, so it repeats or leaves out samples. Choose a"
-                " batch_size whose product with the number of pipelines is %d.",
-                *(before, now, progress.current.ready, before),
-            )
+        done = 0 if progress.is_last_batch else progress.current.ready
+        mid = f", after {done} of the epoch's batches, so it repeats or leaves out samples" if done else ""
+        log.warning(
+            "The checkpoint was written with global batches of %d samples, and those of this run have %d: the training"
+            " goes on with these%s. To keep the batch choose a batch_size whose product with the number of pipelines is"
+            " %d.",
+            *(before, now, mid, before),
+        )
 
     def enter_mid_epoch(self, state: dict[str, Any]) -> None:
         """Begins the epoch of ``state`` at the batch that the donor had begun."""

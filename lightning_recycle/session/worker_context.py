@@ -37,7 +37,6 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
@@ -51,7 +50,7 @@ from lightning_recycle.errors import UnsupportedFeatureError, suggestion
 from lightning_recycle.model.module import global_seed
 from lightning_recycle.planning.grid import Grid, Positions, Worker
 from lightning_recycle.session.configuration import Options, RunSetup, WorkerIdentity
-from lightning_recycle.session.lightning_internals import SignalHandlers, cluster_environment_of
+from lightning_recycle.session.lightning_internals import SignalHandlers, requeues
 from lightning_recycle.tensor_memory import merge_shards
 
 log = logging.getLogger(__name__)
@@ -364,8 +363,7 @@ class Preemption:
     """
 
     def __init__(self, context: WorkerContext) -> None:
-        environment = cluster_environment_of(context.trainer)
-        self.resumes = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
+        self.resumes = requeues(context.trainer)
         self.requeue_wanted = False
         self._client, self._fitting = context.client, context.fitting
         self._handlers = SignalHandlers(context.trainer)

@@ -21,13 +21,7 @@ from lightning_recycle.processes import process_space
 KEY = b"the key of this test"
 KEPT = JournaledState(
     3,
-    Roster(
-        frozenset({0, 1, 3}),
-        leader=1,
-        joining=frozenset({3}),
-        dismissed={2: (4, 5)},
-        causes={2: "it died"},
-    ),
+    Roster(frozenset({0, 1, 3}), leader=1, joining=frozenset({3}), dismissed={2: (4, 5)}, causes={2: "it died"}),
     has_resumed=True,
     faults=Faults(2, (Remembered(0, 2, 0, (5, "F(0)"), 5),), disturbances=1),
     stop_round=StopRound(7, is_over=True, agreed=True),

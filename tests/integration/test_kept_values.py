@@ -4,6 +4,7 @@ import random
 import re
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
+from multiprocessing import forkserver
 from typing import Any
 
 import lightning as L
@@ -287,5 +288,6 @@ class Summed(Clamps):
 
 
 def test_a_sum_over_workers_of_what_training_steps_count_is_warned_of(capfd):
+    forkserver._forkserver._stop()  # workers write to where stderr was when it started
     train(lambda: Summed("not"), 1, 1)
     assert re.findall("training steps change (.*?)[.]", capfd.readouterr().err) == ["calls"]

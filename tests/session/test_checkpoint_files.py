@@ -18,10 +18,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from support.models import Regression
 
-from lightning_recycle import ReCycleStrategy
+from lightning_recycle import CheckpointOptions, ReCycleStrategy
 from lightning_recycle.control.protocol.messages import SaveFailure
 from lightning_recycle.errors import CheckpointError
-from lightning_recycle.launch.resume_and_restart import newest_saved, settle_checkpoint
+from lightning_recycle.launch.resume_and_restart import choose_last, newest_saved, settle_checkpoint
 from lightning_recycle.launch.run_preparation import TrainerCall
 from lightning_recycle.planning.grid import Grid, Positions
 from lightning_recycle.session.checkpoint_files import WholeCheckpointIO, attempt, damage, load_sharded, save_sharded
@@ -60,15 +60,18 @@ def step_of(path: Path) -> int:
     return int(loaded["global_step"])
 
 
-def chosen(folder: Path, wanted: Any = "last", **options: Any) -> Path | None:
+def chosen(
+    folder: Path, wanted: Any = "last", choose: Any = settle_checkpoint, saves: Any = False, **options: Any
+) -> Any:
     """What a run whose checkpoints are in ``folder`` starts from."""
+    strategy = ReCycleStrategy(checkpoints=CheckpointOptions(save_on_signal=saves))
     trainer = L.Trainer(
-        accelerator="cpu", devices=1, strategy=ReCycleStrategy(), logger=False, default_root_dir=folder,
+        accelerator="cpu", devices=1, strategy=strategy, logger=False, default_root_dir=folder,
         callbacks=[ModelCheckpoint(folder, save_last=True)], **options,
     )  # fmt: skip
     trainer.state.fn = TrainerFn.FITTING
     model = Regression()
-    call = settle_checkpoint(TrainerCall(trainer, trainer._fit_impl, (model,), {"ckpt_path": wanted}))
+    call = choose(TrainerCall(trainer, trainer._fit_impl, (model,), {"ckpt_path": wanted}))
     path = call.arguments["ckpt_path"]
     return None if path is None else Path(path)
 
@@ -220,6 +223,17 @@ def test_a_damaged_checkpoint_of_slurm_gives_way_to_the_one_before(tmp_path):
     save(tmp_path / "other.ckpt", 11, False)
     spoil(tmp_path / "hpc_ckpt_10.ckpt", "cut")
     assert chosen(tmp_path, "hpc") == tmp_path / "hpc_ckpt_9.ckpt"
+
+
+@pytest.mark.parametrize("choose", [settle_checkpoint, choose_last])
+def test_last_is_the_newest_also_of_those_that_a_signal_asked_for(choose, tmp_path):
+    for step, name in enumerate(["last", "hpc_ckpt_1", "named"]):
+        save(tmp_path / f"{name}.ckpt", step, False)
+        os.utime(tmp_path / f"{name}.ckpt", (step, step))
+    for saves, name in [(False, "last"), (True, "hpc_ckpt_1"), (tmp_path / "named.ckpt", "named")]:
+        assert step_of(chosen(tmp_path, "last", choose, saves)) == step_of(tmp_path / f"{name}.ckpt")
+    save(tmp_path / "last.ckpt", 3, False)
+    assert step_of(chosen(tmp_path, "last", choose, True)) == 3
 
 
 def test_files_without_checksums_and_folders_without_a_manifest_are_taken(tmp_path):
