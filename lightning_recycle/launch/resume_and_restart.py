@@ -76,7 +76,7 @@ def settle_checkpoint(call: TrainerCall) -> TrainerCall:
 
 
 def choose_last(call: TrainerCall) -> TrainerCall:
-    """The call of an outside worker with the path of "last"; unread, as all of them would read it."""
+    """The call of an outside worker with the path of "last", which is not read here."""
     lasts = _lasts(call.trainer) if call.arguments.get("ckpt_path") == "last" else set()
     return call.from_checkpoint(newest_first(lasts)[0]) if lasts else call
 

@@ -170,7 +170,7 @@ def crashes_reported(client: ControlClient, shows: bool = False) -> Any:
 
 
 def explain(error: BaseException) -> None:
-    """Adds to an error of torch that this strategy's workers have no process group."""
+    """Notes at an error of torch that workers have no process group."""
     if "Default process group has not been initialized" in str(error) and hasattr(error, "add_note"):  # Python 3.11
         error.add_note(
             "ReCycleStrategy's workers have no process group of torch.distributed. What self.log and torchmetrics get"

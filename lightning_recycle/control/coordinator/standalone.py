@@ -235,8 +235,8 @@ def _tell(terms: RunConfig, outcome: Outcome, with_traceback: bool) -> None:
         log.info("The run finished.")
     elif isinstance(outcome, StageLost):
         log.error(
-            "All replicas of stage %d are lost (%s). Workers that are started again run the script from its beginning;"
-            " trainer.fit(..., ckpt_path='last') then resumes from the newest checkpoint.",
+            "All replicas of stage %d are lost (%s). Started again, the script resumes from the newest checkpoint by"
+            " trainer.fit(..., ckpt_path='last').",
             outcome.stage,
             outcome.causes_in(terms.positions),
         )
