@@ -445,13 +445,10 @@ def test_a_site_that_loads_something_from_elsewhere_is_refused(tmp_path):
             hook.on_post_build({"site_dir": tmp_path})
 
 
-def test_pictures_lead_to_their_files_to_be_enlarged():
+def test_pictures_lead_to_their_files_and_long_names_in_tables_can_be_broken():
     html = module_of("site").on_page_content('<p><img alt="a" src="images/a.svg" /> and text</p>')
     picture = '<img alt="a" src="images/a.svg" />'
     assert html == f'<p><a class="enlarge" href="images/a.svg" title="Enlarge">{picture}</a> and text</p>'
-
-
-def test_long_names_in_tables_can_be_broken():
     name, short = "<code>flags::test_something_long</code>", "<code>a_b --of-it</code>"
     html = module_of("site").on_page_content(f"<p>{name}</p><td>{name} {short}</td>")
     broken = "<code>flags::<wbr>test_<wbr>something_<wbr>long</code>"
