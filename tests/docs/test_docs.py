@@ -54,7 +54,6 @@ OUTPUTS: dict[str, list[str] | None] = {
 }
 """What complete scripts print; None for one that is not run by itself, because the next one runs all of it."""
 
-
 ONE_AFTER_THE_OTHER = """
 import runpy, sys
 for script in sys.argv[1:]:
