@@ -4,12 +4,10 @@ from collections.abc import Callable
 from functools import wraps
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
 
-from lightning_recycle.session.loops import PipelineFitLoop
 from lightning_recycle.session.reporting import show_whole_run
 
 
@@ -61,9 +59,3 @@ def test_methods_with_decorators_write_predictions_by_the_leader_of_the_newest_r
     writer.write_on_epoch_end(None, None, "epoch", None)
     assert writer.written == ["batch", "by name", "epoch"]
     assert (first, second) == ([], ["predictions"] * 2)
-
-
-def test_a_resume_with_another_global_batch_is_warned_of(caplog):
-    values = {"_batch_size_to_load": 64, "runner.loaders.global_batch_size": 32}
-    PipelineFitLoop._compare_batch_sizes(Mock(**values, **{"epoch_loop.batch_progress.is_last_batch": True}))
-    assert "global batches of 64 samples, and those of this run have 32" in caplog.text
