@@ -1,6 +1,6 @@
 """No tax: fault-free steps, processor time and memory, compared with alternatives and for each feature.
 
-    .venv/bin/python benchmarks/overhead.py            # four sizes of the example GPT, twenty minutes
+    .venv/bin/python benchmarks/overhead.py            # four sizes of the example GPT, half an hour
     .venv/bin/python benchmarks/overhead.py --quick    # one of them, about two minutes
     .venv/bin/python benchmarks/overhead.py --apart    # the smallest GPT, runs without pauses, about five minutes
     .venv/bin/python benchmarks/overhead.py --only ordinary    # one stage, beside DDP, about eight minutes
@@ -106,6 +106,25 @@ SIZES = (
 )
 
 
+class OrdinaryGPT(L.LightningModule):
+    """The same model in one stage, as its steps are usually written."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        gpt = size.build()
+        gpt.materialize(range(len(gpt.layers)), SEED)
+        self.layers = nn.Sequential(*gpt.layers)
+
+    def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        tokens, targets = batch  # (batch, sequence), int64
+        loss = nn.functional.cross_entropy(self.layers(tokens).flatten(0, 1), targets.flatten())
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=3e-3)
+
+
 @dataclass(frozen=True)
 class Plan:
     """What one round does: ``turns`` turns of ``size.steps_per_turn`` steps, after ``warmup`` steps."""
@@ -165,25 +184,6 @@ class Memory:
 def _kilobytes(path: str, prefix: str) -> int:
     lines = Path(path).read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith(prefix))
-
-
-class OrdinaryGPT(L.LightningModule):
-    """The same model in one stage, as its steps are usually written."""
-
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        gpt = size.build()
-        gpt.materialize(range(len(gpt.layers)), SEED)
-        self.layers = nn.Sequential(*gpt.layers)
-
-    def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> torch.Tensor:
-        tokens, targets = batch  # (batch, sequence), int64
-        loss = nn.functional.cross_entropy(self.layers(tokens).flatten(0, 1), targets.flatten())
-        self.log("train_loss", loss)
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=3e-3)
 
 
 # ---------------------------------------------------------------------- ours

@@ -78,7 +78,9 @@ def settle_checkpoint(call: TrainerCall) -> TrainerCall:
 def choose_last(call: TrainerCall) -> TrainerCall:
     """The call of an outside worker with the path of "last", which is not read here."""
     lasts = _lasts(call.trainer) if call.arguments.get("ckpt_path") == "last" else set()
-    return call.from_checkpoint(newest_first(lasts)[0]) if lasts else call
+    there = (path for path in map(restored, newest_first(lasts)) if path is not None and path.exists())
+    newest = next(there, None)
+    return call if newest is None else call.from_checkpoint(newest)
 
 
 # A save that was begun may have been completed without a report of it.

@@ -105,7 +105,7 @@ class CheckpointOptions(OptionGroup):
         on_checkpoint_error: when a checkpoint cannot be written, such as on a full disk: "warn", or "raise" an error
             that ends the run. The error is :class:`~lightning_recycle.errors.CheckpointError`. Earlier files are kept.
         gather_result: whether the launching process has the trained weights and optimizers after ``fit``; "auto" unless
-            they exceed 1 GB where workers are started by hand. They then stay in the workers, and are in their
+            they exceed 1 GB and workers may be on other machines. They then stay in the workers, and are in their
             checkpoints. False: they stay, whatever their size. True: they come, also to each worker that is started by
             hand.
 

@@ -234,6 +234,9 @@ def test_last_is_the_newest_also_of_those_that_a_signal_asked_for(choose, tmp_pa
         assert step_of(chosen(tmp_path, "last", choose, saves)) == step_of(tmp_path / f"{name}.ckpt")
     save(tmp_path / "last.ckpt", 3, False)
     assert step_of(chosen(tmp_path, "last", choose, True)) == 3
+    (tmp_path / "last.ckpt").unlink()
+    (tmp_path / "last.ckpt").symlink_to("deleted.ckpt")
+    assert step_of(chosen(tmp_path, "last", choose, True)) == 1
 
 
 def test_files_without_checksums_and_folders_without_a_manifest_are_taken(tmp_path):
