@@ -137,6 +137,13 @@ def _belongs_to_graph(value: Any) -> bool:
     return sum(tensor.nbytes for tensor in tensors) > _SMALL_BYTES
 
 
+def _is_count(value: Any) -> bool:
+    """Whether ``value`` may be a count: a number, or a tensor of one or of integers."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 or not value.is_floating_point()
+    return type(value) in (int, float)
+
+
 def _path_to(cell_key: CellKey) -> CellPath:
     return cell_key[0] if cell_key[1] == WHOLE else (*cell_key[0], cell_key[1])
 
@@ -153,7 +160,8 @@ def _target(effect: Effect) -> Any:
 class MicrobatchChanges:
     """Changes of the values of ``module``, the user's, by micro-batch.
 
-    ``alone``: whether a step has a single micro-batch; then there is nothing to combine. ``microbatches``: of a step.
+    ``alone``: whether a step has a single micro-batch; then there is nothing to combine. ``microbatches``: of a step;
+    ``of_worker``: of them, those that one worker runs without failures.
 
     Attributes:
         names: the attributes whose lists steps have extended.
@@ -161,8 +169,10 @@ class MicrobatchChanges:
         next_microbatch: index of the micro-batch whose training step is about to run as a whole; None for other code.
     """
 
-    def __init__(self, module: pl.LightningModule, alone: bool = False, microbatches: int = 1) -> None:
-        self._module, self._alone, self._microbatches = module, alone, microbatches
+    def __init__(
+        self, module: pl.LightningModule, alone: bool = False, microbatches: int = 1, of_worker: int = 1
+    ) -> None:
+        self._module, self._alone, self._microbatches, self._of_worker = module, alone, microbatches, of_worker
         self._internal = frozenset(dir(RecordedModule))
         self.forget_values()
         self.by_microbatch: ByMicrobatch = {}
@@ -492,6 +502,20 @@ class MicrobatchChanges:
             self.by_microbatch[cell_key] = {**self.by_microbatch[cell_key], **by_index}
         if has_cell and local_indices:
             tree.put(cell_key, self._unpack(by_index[max(local_indices)], tree))
+        if has_cell and cell_key in self.by_microbatch and self._of_worker > 1:
+            self._warn_of_count(cell_key)
+
+    def _warn_of_count(self, cell_key: CellKey) -> None:
+        """Warns once of a count: under DDP it would be of a worker's whole batch."""
+        name = name_of(cell_key)
+        if name not in self._warned_names and _is_count(self._tree.get(cell_key)):
+            self._warned_names.add(name)
+            rank_zero_warn(
+                f"{name} is changed in a training step, differently by each of the {self._of_worker} micro-batches of a"
+                " worker (num_microbatches). Hooks and checkpoints see what the last micro-batch of each step left, not"
+                " the sum of all. To have that use self.log(..., reduce_fx='sum') in the step, or append to a list in"
+                " an attribute, which is whole on every worker."
+            )
 
     @contextmanager
     def as_in_step(self, step: int) -> Iterator[None]:
@@ -520,11 +544,7 @@ class MicrobatchChanges:
         """
         alike = (key for key in self._equal_keys if if_alike and key[0][1] != "buffers")
         values = {name_of(key): self._tree.get(key) for key in {*self.by_microbatch, *alike} if self._tree.has(key)}
-        return sorted(
-            name
-            for name, value in values.items()
-            if (isinstance(value, Tensor) and value.numel() == 1) or type(value) in (int, float)
-        )
+        return sorted(name for name, value in values.items() if _is_count(value))
 
     # ------------------------------------------------------------------ what stages and pipelines have in common
 

@@ -177,8 +177,9 @@ class Session:
         skip_needless_moves()
         watch_process_group(self.collectives.is_in_step, of_members=self.mesh is not None)
         build_layers(context, parts)
-        microbatches = self.run.data_grid.global_microbatches
-        microbatch_changes = MicrobatchChanges(module, microbatches == self.grid.num_workers == 1, microbatches)
+        grid = self.run.data_grid
+        alone = grid.global_microbatches == self.grid.num_workers == 1
+        microbatch_changes = MicrobatchChanges(module, alone, grid.global_microbatches, grid.microbatches)
         relay = LogRelay(context, module, lambda: self.executor.version)
         recorder = OutputRecorder(module, microbatch_changes, self.grid.num_workers > 1, relay.on_call)
         self.loaders.setup(module)

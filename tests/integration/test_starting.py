@@ -210,6 +210,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_a_child_of_a_process_that_has_trained_trains_unless_it_may_have_none(tmp_path):
     (tmp_path / "script.py").write_text(CHILDREN)
     result = completed([sys.executable, "script.py"], cwd=tmp_path)

@@ -164,9 +164,10 @@ def keeps(m: Any, i: int) -> None:
     m.hidden = torch.full((1,), float(i)) if m.hidden is None else m.hidden + i
 
 
-def test_each_microbatch_keeps_its_own_tensors_and_a_hook_resets_all():
+@pytest.mark.parametrize("of_worker", [1, 2])
+def test_each_microbatch_keeps_its_own_tensors_and_a_hook_resets_all(of_worker, recwarn):
     module = Collecting()
-    effects = MicrobatchChanges(module, microbatches=2)
+    effects = MicrobatchChanges(module, microbatches=2, of_worker=of_worker)
     for step in range(2):
         effects.begin_step(step)
         records = {}
@@ -186,6 +187,7 @@ def test_each_microbatch_keeps_its_own_tensors_and_a_hook_resets_all():
     module.hidden = None
     effects.begin_step(2)
     assert not effects.by_microbatch
+    assert [str(each.message).split()[0] for each in recwarn] == ["hidden"] * (of_worker - 1), "it may be a count"
 
 
 def test_the_users_error_leaves_lists_as_they_were():
