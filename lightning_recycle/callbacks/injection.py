@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import random
@@ -123,6 +124,13 @@ class FaultInjectionCallback(pl.Callback):
                 raise ConfigurationError(f"{fault}: microbatch must be {_below(grid.microbatches)}.")
             if fault.member is not None and fault.member >= positions.members:
                 raise ConfigurationError(f"{fault}: member must be {_below(positions.members)}.")
+        ends = [fault for fault in self.faults if fault.kind in KINDS_AT_TIMES]
+        for one, other in itertools.combinations(ends, 2):
+            if (one.pipeline, one.stage, one.member) == (other.pipeline, other.stage, other.member):
+                log.warning(
+                    "At most one of %s and %s happens: faults strike the first process of a position, and each of these"
+                    " ends it. Give them different positions.", one, other,
+                )  # fmt: skip
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -84,6 +84,7 @@ _LARGE = 1_000_000  # bytes
 _PIECE = 16 * 1024 * 1024  # bytes that one thread reads
 _LOOKS_INTO = 10_000  # items of a container: those of longer ones are data
 _CONTAINERS = (list, tuple, dict, OrderedDict, defaultdict, deque)
+_METRICS = {Metric, MetricCollection, MetricTracker}  # isinstance() asks each subclass of an abstract class
 _HOOKS = "<hooks>"  # the name of a node's hook tables among its attributes
 _TABLES = (*(f".{name}" for name in MODULE_TABLES), f".{_HOOKS}", "callbacks.callbacks")  # they are written in place
 
@@ -226,7 +227,7 @@ class ObjectGraph:
         if isinstance(node, Optimizer) and not self._optimizers:
             return {}
         # A module is whole in both processes; so is a metric that no module has registered.
-        is_metric = isinstance(node, (Metric, MetricCollection, MetricTracker))
+        is_metric = not _METRICS.isdisjoint(type(node).__mro__)
         return attributes_of(node, self._whole or (is_metric and path not in self._roots))
 
     @cached_property

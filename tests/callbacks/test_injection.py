@@ -192,7 +192,8 @@ def test_a_fault_that_never_happened_is_reported_at_the_end(caplog: pytest.LogCa
     with pytest.raises(InjectedFaultError):
         process.executor.run()
     process.callback.teardown(process.trainer, None, "fit")
-    assert [record.args for record in caplog.records] == [(Fault("kill", 0, 1, 7),)]
+    kill, ends = Fault("kill", 0, 1, 7), Fault("exception", 0, 1, 0)
+    assert [record.args for record in caplog.records] == [(kill, ends), (kill,)]
 
 
 # ---------------------------------------------------------------------- by time

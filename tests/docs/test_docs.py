@@ -84,8 +84,8 @@ def test_the_script_of_the_readme_survives_its_fault(program, tmp_path):
     readme = "../README.md"
     (block,) = (block for block in blocks("python", pages=[readme]) if "__main__" in block.code)
     (tmp_path / "train.py").write_text(block.code)
-    (shown,) = (words for place, words in commands() if place.startswith(readme) and words[0] == "recycle-run")
-    command = {"python": ["train.py"], "recycle-run": ["-m", recycle_run.__name__, *shown[1:]]}[program]
+    by_run = ["-m", recycle_run.__name__, "--nproc-per-node", "4", "python", "train.py"]
+    command = {"python": ["train.py"], "recycle-run": by_run}[program]
     done = subprocess.run(
         [sys.executable, *command],
         cwd=tmp_path,
@@ -304,7 +304,7 @@ def test_the_metrics_are_those_of_the_code():
 
 
 def test_the_rooms_are_those_of_the_tree_and_begin_where_the_page_says():
-    rows = table_under("architecture.md", "room")
+    rows = table_under("architecture.md", "package")
     rooms = {room.strip("/"): names_in(row[2]) for row in rows for room in names_in(row[0])}
     packages = {path.parent.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("__init__.py")} - {"."}
     divided = {"control", "runtime"}

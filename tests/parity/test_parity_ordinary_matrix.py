@@ -38,6 +38,8 @@ ROWS = [
     for names, *cells in [re.split(r"(?<!\\)\|", line)[1:-1]]
     for name in names.strip().split("; ")
 ]
+for names in re.findall(r"\nAs on one device: (.+?)\.\n(?:\n|$)", PAGE, re.DOTALL):
+    ROWS += [[name, "as on one device", ""] for name in " ".join(names.split()).split("; ")]
 NO_CALLBACKS_OF_A_RUN = {"Callback", "Checkpoint", "ProgressBar", "SpikeDetection", "BackboneFinetuning"}
 
 
