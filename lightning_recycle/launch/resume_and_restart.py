@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ import torch
 from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.control.options import RecoveryOptions
@@ -62,6 +63,8 @@ def settle_checkpoint(call: TrainerCall) -> TrainerCall:
         return call  # the workers download it
     by_user = internals.sets_checkpoint_path(trainer) and wanted is None  # trainer.ckpt_path = ...
     settled = _newest_last(trainer) if wanted == "last" else None
+    if settled is None and wanted == "last" and _saves_last(trainer):
+        return call.from_checkpoint(None)
     if settled is None:
         path = internals.select_checkpoint_path(trainer, wanted, has_model=given.get("model") is not None)
         if path is None:
@@ -80,7 +83,9 @@ def choose_last(call: TrainerCall) -> TrainerCall:
     lasts = _lasts(call.trainer) if call.arguments.get("ckpt_path") == "last" else set()
     there = (path for path in map(restored, newest_first(lasts)) if path is not None and path.exists())
     newest = next(there, None)
-    return call if newest is None else call.from_checkpoint(newest)
+    if newest is None and not (call.arguments.get("ckpt_path") == "last" and _saves_last(call.trainer)):
+        return call
+    return call.from_checkpoint(newest)
 
 
 # A save that was begun may have been completed without a report of it.
@@ -179,8 +184,7 @@ def _path_if_undamaged(path: str, checkpoint_io: CheckpointIO) -> str | None:
 
 def folders_of_saves(trainer: pl.Trainer) -> set[Path]:
     """The local folders in which callbacks of ``trainer`` save."""
-    savers = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-    found = [local_path(internals.checkpoint_folder(callback, trainer)) for callback in savers]
+    found = [local_path(internals.checkpoint_folder(callback, trainer)) for callback in _savers(trainer)]
     return {folder for folder in found if folder is not None}
 
 
@@ -211,15 +215,14 @@ def _lasts(trainer: pl.Trainer) -> set[Path]:
     Empty if a callback writes outside of this machine's file systems.
     """
     lasts = _signal_checkpoints(trainer)
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint):
-            folder = local_path(internals.checkpoint_folder(callback, trainer))
-            if folder is None:
-                return set()
-            if folder.is_dir():
-                renamed = [path for path in waiting_aside(folder) if path.suffix == callback.FILE_EXTENSION]
-                lasts |= {path for path in renamed if path.name.startswith(callback.CHECKPOINT_NAME_LAST)}
-                lasts |= {Path(path) for path in internals.last_checkpoints(callback, trainer)}
+    for callback in _savers(trainer):
+        folder = local_path(internals.checkpoint_folder(callback, trainer))
+        if folder is None:
+            return set()
+        if folder.is_dir():
+            renamed = [path for path in waiting_aside(folder) if path.suffix == callback.FILE_EXTENSION]
+            lasts |= {path for path in renamed if path.name.startswith(callback.CHECKPOINT_NAME_LAST)}
+            lasts |= {Path(path) for path in internals.last_checkpoints(callback, trainer)}
     return lasts
 
 
@@ -231,7 +234,37 @@ def _signal_checkpoints(trainer: pl.Trainer) -> set[Path]:
     root = local_path(trainer.default_root_dir)
     if not (setting or internals.requeues(trainer)) or root is None or not root.is_dir():
         return set()
-    return {path for path in root.iterdir() if JOB_CHECKPOINT.fullmatch(path.name)}
+    named = {callback.dirpath for callback in _savers(trainer) if callback.dirpath is not None}
+    return {path for path in root.iterdir() if JOB_CHECKPOINT.fullmatch(path.name) and _is_of(path, named)}
+
+
+def _is_of(path: Path, folders: Set[Any]) -> bool:
+    """Whether a run that saves in one of ``folders`` may have written ``path``."""
+    try:
+        content = _content_of(path)
+    except Exception:  # it is damaged, which is found when it is the newest
+        return True
+    states = content.get("callbacks", {}).values() if isinstance(content, dict) else ()
+    used = {str(state["dirpath"]) for state in states if isinstance(state, dict) and state.get("dirpath")}
+    if not folders or not used or not used.isdisjoint(map(str, folders)):
+        return True
+    log.warning(
+        "ckpt_path='last' leaves %s out: the run that wrote it saves checkpoints in %s, this one in %s. Give each run a"
+        " default_root_dir of its own.", path, *(", ".join(sorted(map(str, names))) for names in (used, folders))
+    )  # fmt: skip
+    return False
+
+
+def _saves_last(trainer: pl.Trainer) -> bool:
+    """Whether a later run finds a last checkpoint; if so, says that there is none yet."""
+    if not any(callback.save_last for callback in _savers(trainer)):
+        return False
+    rank_zero_info("ckpt_path='last': there is no checkpoint yet, so the run begins from the start.")
+    return True
+
+
+def _savers(trainer: pl.Trainer) -> list[ModelCheckpoint]:
+    return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
 
 
 def _check_or_replace(path: Any, checkpoint_io: CheckpointIO, take_older: bool) -> Any:

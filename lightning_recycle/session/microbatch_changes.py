@@ -144,6 +144,12 @@ def _is_count(value: Any) -> bool:
     return type(value) in (int, float)
 
 
+def _is_integer(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_floating_point() and not value.is_complex()
+    return type(value) is int
+
+
 def _path_to(cell_key: CellKey) -> CellPath:
     return cell_key[0] if cell_key[1] == WHOLE else (*cell_key[0], cell_key[1])
 
@@ -482,8 +488,10 @@ class MicrobatchChanges:
                     " new value is too large to be sent." + _REMEDY
                 )
             self.by_microbatch.pop(cell_key, None)
+            may_be_sum = cell_key not in self._equal_keys
             self._equal_keys.add(cell_key)
         else:
+            may_be_sum = True
             self._equal_keys.discard(cell_key)
             if cell_key not in self.by_microbatch:
                 initial = (
@@ -501,21 +509,28 @@ class MicrobatchChanges:
                     )
             self.by_microbatch[cell_key] = {**self.by_microbatch[cell_key], **by_index}
         if has_cell and local_indices:
-            tree.put(cell_key, self._unpack(by_index[max(local_indices)], tree))
-        if has_cell and cell_key in self.by_microbatch and self._of_worker > 1:
-            self._warn_of_count(cell_key)
+            value = self._unpack(by_index[max(local_indices)], tree)
+            if may_be_sum and self._of_worker > 1:
+                self._warn_of_sum(cell_key, tree.get(cell_key), value)
+            tree.put(cell_key, value)
 
-    def _warn_of_count(self, cell_key: CellKey) -> None:
-        """Warns once of a count: under DDP it would be of a worker's whole batch."""
+    def _warn_of_sum(self, cell_key: CellKey, before: Any, value: Any) -> None:
+        """Warns once of what may be a sum, under DDP that of a worker's whole batch.
+
+        What all micro-batches increase by one counts steps.
+        """
         name = name_of(cell_key)
-        if name not in self._warned_names and _is_count(self._tree.get(cell_key)):
-            self._warned_names.add(name)
-            rank_zero_warn(
-                f"{name} is changed in a training step, differently by each of the {self._of_worker} micro-batches of a"
-                " worker (num_microbatches). Hooks and checkpoints see what the last micro-batch of each step left, not"
-                " the sum of all. To have that use self.log(..., reduce_fx='sum') in the step, or append to a list in"
-                " an attribute, which is whole on every worker."
-            )
+        if name in self._warned_names or not _is_count(value):
+            return
+        if cell_key in self._equal_keys and (not _is_integer(before) or not _is_integer(value) or value - before <= 1):
+            return
+        self._warned_names.add(name)
+        rank_zero_warn(
+            f"{name} is changed in a training step by each of the {self._of_worker} micro-batches of a worker"
+            " (num_microbatches). Hooks and checkpoints see what the last micro-batch of each step left, not the sum of"
+            " all. To have that use self.log(..., reduce_fx='sum') in the step, or append to a list in an attribute,"
+            " which is whole on every worker."
+        )
 
     @contextmanager
     def as_in_step(self, step: int) -> Iterator[None]:

@@ -28,7 +28,7 @@ from lightning_recycle.control.coordinator import standalone
 from lightning_recycle.control.monitoring.history import History
 from lightning_recycle.control.protocol.messages import SavePhase
 from lightning_recycle.engines import recycle_run
-from lightning_recycle.planning.grid import Grid
+from lightning_recycle.planning import Costs, Grid, Problem, Worker, plan
 
 PACKAGE = ROOT / "lightning_recycle"
 SCRIPTS = set(re.findall(r"^(recycle-[a-z]+) = ", (ROOT / "pyproject.toml").read_text(), re.M))
@@ -84,10 +84,9 @@ def test_the_script_of_the_readme_survives_its_fault(program, tmp_path):
     readme = "../README.md"
     (block,) = (block for block in blocks("python", pages=[readme]) if "__main__" in block.code)
     (tmp_path / "train.py").write_text(block.code)
-    by_run = ["-m", recycle_run.__name__, "--nproc-per-node", "4", "python", "train.py"]
-    command = {"python": ["train.py"], "recycle-run": by_run}[program]
+    starter = ["-m", recycle_run.__name__, "--nproc-per-node", "4", "python"] if program == "recycle-run" else []
     done = subprocess.run(
-        [sys.executable, *command],
+        [sys.executable, *starter, "train.py"],
         cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1", "XDG_STATE_HOME": str(tmp_path / "state")},
         stdout=subprocess.PIPE,
@@ -381,12 +380,12 @@ def test_defaults_that_are_written_down_are_the_defaults():
 
 
 def test_the_table_of_grids_follows_its_formula():
-    rows = table_under("choosing_a_grid.md", "D | S | M")
-    assert len(rows) >= 4
-    for *numbers, free in rows:
-        d, s, m, load, room = map(int, numbers)
-        assert (load, room) == (math.ceil(m * d / (d - 1)), m + s - 1)
-        assert free == ("yes" if load <= room else "no")
+    for grid, fits, *slots in table_under("choosing_a_grid.md", "D x S x M"):
+        d, s, m = map(int, grid.split(" x "))
+        assert fits == f"{math.ceil(m * d / (d - 1))}, {m + s - 1}"
+        lost = [frozenset(), *(frozenset({Worker(0, stage)}) for stage in range(s))]
+        whole, *others = (plan(Problem(Grid(d, s, m), Costs.uniform(s), failed)).period for failed in lost)
+        assert list(map(int, slots)) == [3 * (m + s - 1), whole, min(others)] == [3 * (m + s - 1), whole, max(others)]
 
 
 def test_the_comparison_has_no_figure_of_its_own():

@@ -44,9 +44,9 @@ class Alone(StageGroup):
         return {0: value}
 
 
-def save(path: Path, step: int, sharded: bool) -> None:
+def save(path: Path, step: int, sharded: bool, **more: Any) -> None:
     weights = torch.full((SIZE,), float(step))
-    rest = {"global_step": step, "pytorch-lightning_version": L.__version__}
+    rest = {"global_step": step, "pytorch-lightning_version": L.__version__, **more}
     if sharded:
         assert save_sharded(path, {"state_dict": {"w": weights}}, rest, Alone(), lambda temporary: None) is None
     else:
@@ -209,10 +209,10 @@ def test_a_last_link_to_nothing_is_named_and_the_newest_beside_it_is_taken(tmp_p
     assert chosen(tmp_path) == tmp_path / "step=1.ckpt"
 
 
-def test_without_a_last_checkpoint_a_run_starts_from_the_beginning(tmp_path):
+def test_without_a_last_checkpoint_a_run_starts_from_the_beginning(tmp_path, caplog):
     save(tmp_path / "step=1.ckpt", 1, False)
-    with pytest.warns(UserWarning, match="no last checkpoint"):
-        assert chosen(tmp_path) is None
+    assert chosen(tmp_path) is None
+    assert "there is no checkpoint yet" in caplog.text
     assert chosen(tmp_path, None) is None
     assert chosen(tmp_path, tmp_path / "step=1.ckpt") == tmp_path / "step=1.ckpt"
 
@@ -230,6 +230,7 @@ def test_last_is_the_newest_also_of_those_that_a_signal_asked_for(choose, tmp_pa
     for step, name in enumerate(["last", "hpc_ckpt_1", "named"]):
         save(tmp_path / f"{name}.ckpt", step, False)
         os.utime(tmp_path / f"{name}.ckpt", (step, step))
+    save(tmp_path / "hpc_ckpt_2.ckpt", 4, False, callbacks={"ModelCheckpoint": {"dirpath": "another/run"}})
     for saves, name in [(False, "last"), (True, "hpc_ckpt_1"), (tmp_path / "named.ckpt", "named")]:
         assert step_of(chosen(tmp_path, "last", choose, saves)) == step_of(tmp_path / f"{name}.ckpt")
     save(tmp_path / "last.ckpt", 3, False)

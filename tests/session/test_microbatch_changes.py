@@ -38,7 +38,7 @@ class Collecting(PipelineModule):
         self.by_class: dict[int, list[float]] = defaultdict(list)
         self.queue: deque[int] = deque()
         self.recent: deque[int] = deque([8, 9], maxlen=2)
-        self.seen, self.best = 0, 0.0
+        self.seen, self.steps, self.best = 0, 0, 0.0
         self.names: set[str] = set()
         self.table = torch.zeros(6)
         self.hidden: Any = None
@@ -175,6 +175,7 @@ def test_each_microbatch_keeps_its_own_tensors_and_a_hook_resets_all(of_worker, 
             for _ in range(2):  # as if the step ran again
                 with effects.microbatch(index) as found:
                     keeps(module, index + 1)
+                    module.seen, module.steps = module.seen + 4, module.steps + 1
             records[index] = found.effects
         effects.ends_step()
         effects.repeat(records, on_step=True)
@@ -187,7 +188,7 @@ def test_each_microbatch_keeps_its_own_tensors_and_a_hook_resets_all(of_worker, 
     module.hidden = None
     effects.begin_step(2)
     assert not effects.by_microbatch
-    assert [str(each.message).split()[0] for each in recwarn] == ["hidden"] * (of_worker - 1), "it may be a count"
+    assert [str(each.message).split()[0] for each in recwarn] == ["seen", "hidden"] * (of_worker - 1), "maybe sums"
 
 
 def test_the_users_error_leaves_lists_as_they_were():
