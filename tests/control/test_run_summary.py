@@ -42,15 +42,14 @@ def test_time_that_was_lost_is_told():
         event("regrouped", 12.3, roster=(0, 3)),
         event("step", 13.5, 1, loss=1.0),
         event("recovered", 13.5, 1, seconds=1.5),
-        event("rejoined", 14.0, 2, seconds=0.3, worker=(1, 0)),
-        event("rejoined", 14.0, 2, seconds=0.3, worker=(0, 1)),
+        *(event("rejoined", 14.0, 2, seconds=0.3, worker=worker) for worker in ((1, 0), (0, 1), (2, 0))),
         event("cleared", 15.0, 2, seconds=4.0, worker=(0, 0)),
         event("regrouped", 15.0, roster=ALL),
         event("step", 16.0, 2, loss=0.12345),
     ]
     assert summary(history, POSITIONS) == [
         "Run: at step 3 after 6.0 s, loss 2 at first and 0.1235 now, 4 workers.",
-        "2 failures, 1 redone step, 2 replacements; 6.1 s lost.",
+        "2 failures, 1 redone step, 2 replacements, 1 newcomer; 6.4 s lost.",
     ]
 
 

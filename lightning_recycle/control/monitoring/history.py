@@ -538,11 +538,15 @@ def summary(history: Sequence[Event], positions: Positions) -> list[str]:
     lines = [
         f"Run: at step {done:,} after {seconds:.1f} s{_loss(steps)}, {_workers(history, positions)}{_memory(history)}."
     ]
-    counts = [
-        counted(number, name)
-        for kind, name in (("failure", "failure"), ("redone", "redone step"), ("rejoined", "replacement"))
-        if (number := sum(event.kind == kind for event in history))
-    ]
+    kinds = Counter(event.kind for event in history)
+    replaced = min(kinds["rejoined"], kinds["failure"] + kinds["left"])
+    numbers = {
+        "failure": kinds["failure"],
+        "redone step": kinds["redone"],
+        "replacement": replaced,
+        "newcomer": kinds["rejoined"] - replaced,
+    }
+    counts = [counted(number, name) for name, number in numbers.items() if number]
     if (lost := _lost_seconds(history)) or counts:
         lines.append(f"{', '.join(counts) or 'No failures'}; {lost:.1f} s lost.")
     return lines + _backwards(history)
