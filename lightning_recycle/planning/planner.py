@@ -151,7 +151,7 @@ class PlanningOptions(OptionGroup):
             plans for failures are then the heuristic's, or those of ``plan_library``.
         plan_library: a directory in which plans are looked up, and stored; by default none. ``recycle-plan
             library=...`` fills one before the run. Use it with a ``profile``: plans are found by their costs.
-        profile: a file with measured times of the model, for the costs of all plans; by default each run measures its
+        profile: a file with measured times of the model, or "auto" to write one; by default each run measures its
             own. If the file does not exist, it is measured in the first steps and written. "auto" does that in every
             run, to ``profile.json`` in the Trainer's ``default_root_dir``.
         partition: the layers of each stage at first: equal numbers ("count"), or a list such as ``[3, 5, 4]``.
