@@ -397,8 +397,9 @@ class SupervisorLauncher:
     def _launch(self, run: PreparedRun, signals: EndSignals) -> Any:
         policy, restarts = RestartPolicy(run.setup.positions, run.options.recovery), run.setup.may_restart
         if restarts and run.options.recovery.on_stage_lost == "auto":
+            workers = "workers of a stage" if run.setup.grid.stages > 1 else "workers"
             rank_zero_info(
-                "Should all workers of a stage be lost, the run starts again from its newest checkpoint;"
+                f"Should all {workers} be lost, the run starts again from its newest checkpoint;"
                 " RecoveryOptions(on_stage_lost='raise') ends it instead."
             )
         for number in itertools.count():

@@ -237,6 +237,8 @@ def _process_attributes(owner: Any) -> frozenset[str]:
         return _OF_LIGHTNING_MODULES
     if isinstance(owner, Optimizer):
         return frozenset(_OPTIMIZER_TABLES)
+    if isinstance(owner, nn.RNNBase):
+        return _OF_MODULES | {"_flat_weight_refs"}  # weak references to parameters that it has
     return _OF_MODULES if isinstance(owner, nn.Module) else frozenset()
 
 
