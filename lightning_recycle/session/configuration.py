@@ -134,9 +134,9 @@ class MonitoringOptions(OptionGroup):
     """Status page, metrics and summary of a run.
 
     Args:
-        status: whether ``recycle-status`` of this user finds the run on this machine. ``"host:port"``, or a port of
-            this machine, serves its page, ``/status`` and ``/metrics`` there as well, to all that can connect; so does
-            the environment variable ``RECYCLE_HTTP`` with True. False for neither.
+        status: whether ``recycle-status`` finds the run, or where its page is. ``"host:port"``, or a port of this
+            machine, serves its page, ``/status`` and ``/metrics`` there as well, to all that can connect; so does the
+            environment variable ``RECYCLE_HTTP`` with True. False for neither.
         run_metrics: whether loggers, the progress bar and callbacks see ``recycle/...`` metrics of the run itself, such
             as ``recycle/live_workers``.
         run_summary: whether ``fit`` ends with some lines on steps, loss, failures and the time that these cost.
