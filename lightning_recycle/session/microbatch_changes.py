@@ -51,6 +51,7 @@ from lightning_recycle.torch_internals import tree_leaves, tree_map_only
 _SHARED_BYTES = 1024 * 1024  # of an attribute that is copied to the other stages
 _SMALL_BYTES = 64 * 1024  # of a value that always travels
 _MOST_BYTES = 4 * 1024 * 1024  # of the values of one micro-batch that travel
+_INTEGERS = (torch.int32, torch.int64)
 _REMEDY = (
     " Keep it below 4 MB, write it in on_train_batch_end(), which runs once per step, or use num_microbatches=1 without"
     " failures."
@@ -140,14 +141,12 @@ def _belongs_to_graph(value: Any) -> bool:
 def _is_count(value: Any) -> bool:
     """Whether ``value`` may be a count: a number, or a tensor of one or of integers."""
     if isinstance(value, Tensor):
-        return value.numel() == 1 or not value.is_floating_point()
+        return value.numel() == 1 or value.dtype in _INTEGERS
     return type(value) in (int, float)
 
 
 def _is_integer(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.numel() == 1 and not value.is_floating_point() and not value.is_complex()
-    return type(value) is int
+    return value.numel() == 1 and value.dtype in _INTEGERS if isinstance(value, Tensor) else type(value) is int
 
 
 def _path_to(cell_key: CellKey) -> CellPath:
