@@ -63,7 +63,7 @@ def settle_checkpoint(call: TrainerCall) -> TrainerCall:
         return call  # the workers download it
     by_user = internals.sets_checkpoint_path(trainer) and wanted is None  # trainer.ckpt_path = ...
     settled = _newest_last(trainer) if wanted == "last" else None
-    if settled is None and wanted == "last" and _saves_last(trainer):
+    if settled is None and wanted == "last" and _is_first_start(trainer):
         return call.from_checkpoint(None)
     if settled is None:
         path = internals.select_checkpoint_path(trainer, wanted, has_model=given.get("model") is not None)
@@ -80,12 +80,11 @@ def settle_checkpoint(call: TrainerCall) -> TrainerCall:
 
 def choose_last(call: TrainerCall) -> TrainerCall:
     """The call of an outside worker with the path of "last", which is not read here."""
-    lasts = _lasts(call.trainer) if call.arguments.get("ckpt_path") == "last" else set()
-    there = (path for path in map(restored, newest_first(lasts)) if path is not None and path.exists())
-    newest = next(there, None)
-    if newest is None and not (call.arguments.get("ckpt_path") == "last" and _saves_last(call.trainer)):
+    if call.arguments.get("ckpt_path") != "last":
         return call
-    return call.from_checkpoint(newest)
+    there = (path for path in map(restored, newest_first(_lasts(call.trainer))) if path is not None and path.exists())
+    newest = next(there, None)
+    return call if newest is None and not _is_first_start(call.trainer) else call.from_checkpoint(newest)
 
 
 # A save that was begun may have been completed without a report of it.
@@ -255,9 +254,14 @@ def _is_of(path: Path, folders: Set[Any]) -> bool:
     return False
 
 
-def _saves_last(trainer: pl.Trainer) -> bool:
-    """Whether a later run finds a last checkpoint; if so, says that there is none yet."""
-    if not any(callback.save_last for callback in _savers(trainer)):
+def _is_first_start(trainer: pl.Trainer) -> bool:
+    """Whether there is no last checkpoint yet, as none was found here; if so, says that.
+
+    Otherwise Lightning looks for one on other file systems, or explains why there is none.
+    """
+    savers = _savers(trainer)
+    is_local = all(local_path(internals.checkpoint_folder(callback, trainer)) is not None for callback in savers)
+    if not is_local or not any(callback.save_last for callback in savers):
         return False
     rank_zero_info("ckpt_path='last': there is no checkpoint yet, so the run begins from the start.")
     return True

@@ -39,7 +39,7 @@ def test_time_that_was_lost_is_told():
         event("failure", 12.0, 1, worker=(1, 0), cause="it was killed by SIGKILL"),
         event("failure", 12.1, 1, worker=(0, 1), cause="silent for 5 s"),
         event("redone", 12.2, 1),
-        event("regrouped", 12.3, roster=(0, 3)),
+        event("regrouped", 12.3, roster=(0, 3, 4)),
         event("step", 13.5, 1, loss=1.0),
         event("recovered", 13.5, 1, seconds=1.5),
         *(event("rejoined", 14.0, 2, seconds=0.3, worker=worker) for worker in ((1, 0), (0, 1), (2, 0))),

@@ -194,15 +194,12 @@ import lightning as L, lightning_recycle
 from lightning.pytorch.demos.boring_classes import BoringModel
 def train():
     run = L.Trainer(accelerator="cpu", devices=2, strategy="recycle", fast_dev_run=2)
-    run.fit(BoringModel())
-    sys.exit(run.global_step + 40)
+    run.fit(BoringModel()); sys.exit(run.global_step + 40)
 if __name__ == "__main__":
-    with contextlib.suppress(SystemExit):
-        train()
+    with contextlib.suppress(SystemExit): train()
     for daemon in (False, True):
         child = multiprocessing.get_context("fork").Process(target=train, daemon=daemon)
-        child.start(); child.join()
-        print("ended with", child.exitcode)
+        child.start(); child.join(); print("ended with", child.exitcode)
 """
 
 

@@ -315,6 +315,9 @@ def test_checkpoints_elsewhere_go_lightnings_way():
     io = WholeCheckpointIO()
     io.save_checkpoint({"global_step": 3}, "memory://run/last.ckpt")
     assert io.load_checkpoint("memory://run/last.ckpt") == {"global_step": 3}
+    with pytest.warns(UserWarning, match="no last checkpoint"):  # it drops "memory://"
+        assert chosen("memory://run") is None
+    assert chosen("memory://run", choose=choose_last) == Path("last")
     io.remove_checkpoint("memory://run/last.ckpt")
     with pytest.raises(FileNotFoundError):
         io.load_checkpoint("memory://run/last.ckpt")

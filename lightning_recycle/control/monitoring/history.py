@@ -539,12 +539,13 @@ def summary(history: Sequence[Event], positions: Positions) -> list[str]:
         f"Run: at step {done:,} after {seconds:.1f} s{_loss(steps)}, {_workers(history, positions)}{_memory(history)}."
     ]
     kinds = Counter(event.kind for event in history)
-    replaced = min(kinds["rejoined"], kinds["failure"] + kinds["left"])
+    first, *later = [set(event.details["roster"]) for event in history if event.kind == "regrouped"] or [set()]
+    newcomers = min(kinds["rejoined"], len(set().union(*later) - first))  # at positions that were vacant from the start
     numbers = {
         "failure": kinds["failure"],
         "redone step": kinds["redone"],
-        "replacement": replaced,
-        "newcomer": kinds["rejoined"] - replaced,
+        "replacement": kinds["rejoined"] - newcomers,
+        "newcomer": newcomers,
     }
     counts = [counted(number, name) for name, number in numbers.items() if number]
     if (lost := _lost_seconds(history)) or counts:
