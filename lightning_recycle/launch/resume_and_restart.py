@@ -255,7 +255,7 @@ def _is_of(path: Path, folders: Set[Any]) -> bool:
 
 
 def _is_first_start(trainer: pl.Trainer) -> bool:
-    """Whether there is no last checkpoint yet, as none was found here; if so, says that.
+    """Whether there is no last checkpoint yet, if none was found; says so.
 
     Otherwise Lightning looks for one on other file systems, or explains why there is none.
     """
